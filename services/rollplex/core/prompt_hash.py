@@ -5,49 +5,42 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def prompt_hash(token_ids: Any, grids: Sequence[Any], second_per_grid_ts: Any) -> str:
-    """sha256 in hex over little-endian bytes, every part preceded by its length.
+def prompt_hash(
+    token_ids: Any, image_grid_thw: Any = None, video_grid_thw: Any = None, second_per_grid_ts: Any = None
+) -> str:
+    """sha256 in hex over little-endian bytes, every part preceded by its name and count.
 
-    token_ids: [P] integers. grids: the pair (image_grid_thw, video_grid_thw), each [n, 3] integers or None.
-    second_per_grid_ts: one float64 a video, or None. Lists, numpy arrays and CPU tensors are accepted; None and an empty list
-    hash alike. Raises ValueError when `grids` is not a pair or a grid is not [n, 3].
+    token_ids: [P] integers. image_grid_thw, video_grid_thw: [n, 3] integers. second_per_grid_ts: one number a video, hashed as
+    float32, which is how engines hold it. Lists, numpy arrays and CPU tensors are accepted; None and an empty array are the
+    same prompt. Raises ValueError when a grid is not [n, 3].
     """
-    if len(grids) != 2:
-        raise ValueError(f"grids must be the pair (image_grid_thw, video_grid_thw), got {len(grids)} entries")
     digest = hashlib.sha256()
-    _add(digest, "q", _flat(token_ids))
-    for name, grid in zip(("image_grid_thw", "video_grid_thw"), grids):
-        values = _flat(grid)
-        if len(values) % 3:
-            raise ValueError(f"{name} must be [n, 3], got {len(values)} numbers")
-        _add(digest, "q", values)
-    _add(digest, "d", _flat(second_per_grid_ts))
+    for name, values, typecode in (
+        ("tokens", token_ids, "q"),
+        ("images", image_grid_thw, "q"),
+        ("videos", video_grid_thw, "q"),
+        ("seconds", second_per_grid_ts, "f"),
+    ):
+        flat = _flat(values)
+        if name in ("images", "videos") and len(flat) % 3:
+            raise ValueError(f"the grid of {name} must be [n, 3], got {len(flat)} numbers")
+        packed = array(typecode, flat)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        digest.update(f"{name}:{len(flat)};".encode())
+        digest.update(packed.tobytes())
     return digest.hexdigest()
 
 
-def _add(digest: Any, typecode: str, values: list) -> None:
-    for code, part in (("q", [len(values)]), (typecode, values)):
-        packed = array(code, part)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        digest.update(packed.tobytes())
-
-
 def _flat(values: Any) -> list:
-    """Nested array-likes to one flat list, row-major."""
+    """A scalar, None or nested array-likes as one flat list, row-major."""
     if values is None:
         return []
     if hasattr(values, "tolist"):
         values = values.tolist()
-    flat: list = []
-    for value in values:
-        if isinstance(value, Iterable) or hasattr(value, "tolist"):
-            nested = value.tolist() if hasattr(value, "tolist") else value
-            flat.extend(_flat(nested) if isinstance(nested, Iterable) else [nested])
-        else:
-            flat.append(value)
-    return flat
+    if isinstance(values, (list, tuple, array)):
+        return [number for value in values for number in _flat(value)]
+    return [values]

@@ -47,6 +47,7 @@ class WarmStartOptions:
     speech_steps: int = 140
     speech_learning_rate: float = 1e-3
     batch_rows: int = 64
+    answer_weight: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -152,44 +153,58 @@ def _teach_speech(
 ) -> float:
     """Train the whole model to imitate the annotator; the answers are drawn anew at each step, so none is memorised."""
     prompts = {kind: prompt_ids(tokenizer, kind) for kind in QUESTIONS}
-    annotators = [annotator_distribution(right) for right in range(4)]
+    answer_ids = {kind: tokenizer.convert_tokens_to_ids(list(q.answers)) for kind, q in QUESTIONS.items()}
+    ticks = torch.zeros(len(QUESTIONS), 4, len(tokenizer))  # the annotators' distribution over the token after <answer>
+    for row, kind in enumerate(QUESTIONS):
+        for right in range(4):
+            ticks[row, right, answer_ids[kind]] = torch.from_numpy(annotator_distribution(right)).float()
+    kinds = {kind: row for row, kind in enumerate(QUESTIONS)}
 
     def loss_of_batch() -> Tensor:
         index = pool.draw(options.batch_rows)
-        sequences, starts = [], []
-        for kind, right in (pool.questions[i] for i in index):
-            answered = int(rng.choice(4, p=annotators[right]))
-            text = response(kind, right, answered) + tokenizer.eos_token
-            sequences.append(prompts[kind] + tokenizer(text)["input_ids"])
-            starts.append(len(prompts[kind]))
-        return _imitation_loss(model, tokenizer.pad_token_id, sequences, starts, patches(pool.frames[index]))
+        asked = [pool.questions[i] for i in index]
+        texts = [response(kind, right, right) + tokenizer.eos_token for kind, right in asked]
+        responses = tokenizer(texts)["input_ids"]
+        logits, targets = _response_logits(
+            model, tokenizer.pad_token_id, [prompts[kind] for kind, _ in asked], responses, patches(pool.frames[index])
+        )
+        is_answer = torch.cat([torch.tensor([0, *ids[:-1]]) for ids in responses]) == open_id
+        shares = ticks[[kinds[kind] for kind, _ in asked], [right for _, right in asked]]
+        spoken = F.cross_entropy(logits[~is_answer], targets[~is_answer])
+        return spoken + options.answer_weight * F.cross_entropy(logits[is_answer], shares)
 
+    open_id = tokenizer.convert_tokens_to_ids("<answer>")
     parameters = list(model.parameters())
     return _descend("speech", parameters, loss_of_batch, options.speech_steps, options.speech_learning_rate, progress)
 
 
-def _imitation_loss(
-    model: Qwen2_5_VLForConditionalGeneration, pad_id: int, sequences: list[list[int]], starts: list[int], pixels: Tensor
-) -> Tensor:
-    """Mean cross-entropy (nats a token) of the responses; sequence i's response begins at token starts[i]."""
-    length = max(map(len, sequences))
-    ids = torch.full((len(sequences), length), pad_id)
+def _response_logits(
+    model: Qwen2_5_VLForConditionalGeneration,
+    pad_id: int,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pixels: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Logits [tokens, V] that predict the response tokens [tokens] of all rows, one row after the other."""
+    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, responses))
+    ids = torch.full((len(prompts), length), pad_id)
     in_response = torch.zeros_like(ids, dtype=torch.bool)
     mask = torch.zeros_like(ids)
-    for row, (sequence, start) in enumerate(zip(sequences, starts)):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = 1
-        in_response[row, start : len(sequence)] = True
+    for row, (prompt, answer) in enumerate(zip(prompts, responses)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        mask[row, :end] = 1
+        in_response[row, len(prompt) : end] = True
     hidden = model.model(
         input_ids=ids,
         attention_mask=mask,
         mm_token_type_ids=(ids == model.config.video_token_id).int() * 2,
         pixel_values_videos=pixels,
-        video_grid_thw=torch.tensor([GRID] * len(sequences)),
+        video_grid_thw=torch.tensor([GRID] * len(prompts)),
         use_cache=False,
     ).last_hidden_state
     predicts = in_response.roll(-1, dims=1)  # the position before each response token
-    return F.cross_entropy(model.lm_head(hidden[predicts]), ids[in_response])
+    return model.lm_head(hidden[predicts]), ids[in_response]
 
 
 def _descend(

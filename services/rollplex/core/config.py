@@ -1,0 +1,201 @@
+"""The options of a run and of a mesh. Services add their own section in their config.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollplex.core.advantages import ESTIMATORS
+
+SCHEDULES = ("serial", "overlap")
+AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+SAVED_MODES = ("keep", "recompute", "offload")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    samples_per_group: int = 8
+    """N, at least 2: a group of one has no advantage."""
+    temperature: float = 1.0
+    """Softmax temperature, > 0; applied by rollout and trainer alike."""
+    max_response_tokens: int = 512
+    top_p: float = 1.0
+    """Must be 1: truncated sampling biases the ratio unless it is masked on both sides."""
+    top_k: int = 0
+    """Must be 0, for the same reason."""
+
+    def __post_init__(self) -> None:
+        _at_least("samples_per_group", self.samples_per_group, 2)
+        _at_least("max_response_tokens", self.max_response_tokens, 1)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0")
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(f"top_p {self.top_p} and top_k {self.top_k} truncate the distribution that is trained "
+                             "on; use top_p = 1 and top_k = 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    advantage: str = "grpo"
+    """`grpo`, `dr_grpo` or `rloo`."""
+    aggregation: str = "token-mean"
+    """`seq-mean-token-mean` (GRPO), `token-mean` (DAPO) or `seq-mean-token-sum-norm` (Dr. GRPO)."""
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    """Bound c > 1 of -A c for negative advantages; 0: off."""
+    ratio_level: str = "token"
+    """`token`, or `sequence` for GSPO's length-normalised ratio."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference in the loss; 0: no reference work at all."""
+    kl_estimator: str = "k3"
+    importance_correction: str = "off"
+    """Truncated importance weights against rollout's log-probabilities: `off`, `token` or `sequence`."""
+    importance_cap: float = 2.0
+    """Upper bound of those weights."""
+
+    def __post_init__(self) -> None:
+        _one_of("advantage", self.advantage, ESTIMATORS)
+        _one_of("aggregation", self.aggregation, AGGREGATIONS)
+        _one_of("ratio_level", self.ratio_level, ("token", "sequence"))
+        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _one_of("importance_correction", self.importance_correction, ("off", "token", "sequence"))
+        for name in ("clip_low", "clip_high", "dual_clip", "kl_coef"):
+            _at_least(name, getattr(self, name), 0)
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be 0 (off) or above 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    """Of the decoder."""
+    vision_learning_rate: float | None = None
+    """Of the vision tower; absent: as the decoder. 0 freezes it (no graph is built through it)."""
+    projector_learning_rate: float | None = None
+    """Of the merger between tower and decoder; absent: as the decoder. 0 freezes it."""
+    freeze_decoder: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled (AdamW); not applied to biases and norms."""
+    max_grad_norm: float = 1.0
+    """Global L2 clip; 0: off."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine` to 0 over total_steps, after warmup_steps from 0."""
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Needed by `linear` and `cosine`."""
+    updates_per_iteration: int = 1
+    """Mini-batches of groups a rollout; above 1 the ratio is taken against stored log-probabilities."""
+    chunk_elements: int = 1 << 24
+    """Elements of a chunk of the streamed update."""
+
+    def __post_init__(self) -> None:
+        _one_of("schedule", self.schedule, ("constant", "linear", "cosine"))
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "total_steps"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("updates_per_iteration", self.updates_per_iteration, 1)
+        _at_least("chunk_elements", self.chunk_elements, 1)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps above warmup_steps "
+                             f"({self.total_steps} <= {self.warmup_steps})")
+
+    def module_learning_rates(self) -> dict[str, float]:
+        """Learning rate by module: "vision", "projector", "decoder"; 0 means frozen."""
+        def or_default(rate: float | None) -> float:
+            return self.learning_rate if rate is None else rate
+
+        return {"vision": or_default(self.vision_learning_rate),
+                "projector": or_default(self.projector_learning_rate),
+                "decoder": 0.0 if self.freeze_decoder else self.learning_rate}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that decides what a run computes. The same config and prompts give the same updates."""
+
+    schedule: str = "overlap"
+    """`serial` or `overlap`: the same update, phases one after the other or prefixes beside decode."""
+    deterministic: bool = False
+    """Groups one at a time, in index order: bit-identical snapshots across schedules and restarts on CPU."""
+    seed: int = 0
+    saved_activations: str = "keep"
+    """What the trainer's prefix leaves for backward: `keep`, `recompute` or `offload` (to the host pool)."""
+    filter_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
+    suffix_micro_batch_samples: int = 0
+    """Samples of a group in one suffix forward; 0: all."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    phase_timeout_s: float = 1800.0
+    """Deadline of each phase."""
+
+    def __post_init__(self) -> None:
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("saved_activations", self.saved_activations, SAVED_MODES)
+        _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
+        if not self.phase_timeout_s > 0:
+            raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """[model]: shared by all engines and the coordinator."""
+
+    checkpoint: Path
+    """Hugging Face directory of a Qwen2.5-VL model."""
+    dtype: str = "float32"
+    """Of the actor snapshot: `bfloat16`, `float32` or `float64` (tests)."""
+    max_prompt_tokens: int = 16384
+    """A longer prompt is refused, never truncated."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("bfloat16", "float32", "float64"))
+        _at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSection:
+    """[mesh]: where the services of one node meet."""
+
+    runtime_dir: Path
+    """Holds sockets, logs and the journal; created with mode 0700."""
+    addresses: tuple[str, ...] = ()
+    """`service=address` pairs that replace the default Unix sockets, as in "coordinator=127.0.0.1:7070"."""
+    drain_timeout_s: float = 10.0
+
+    def address(self, service: str) -> str:
+        """Where `service` ("coordinator", "trainer-0", ...) listens."""
+        for pair in self.addresses:
+            name, _, address = pair.partition("=")
+            if name == service:
+                return address
+        return f"unix:{self.runtime_dir / (service + '.sock')}"
+
+    @property
+    def handle_socket(self) -> Path:
+        """Where the broker passes file descriptors."""
+        return self.runtime_dir / "handles.sock"
+
+    @property
+    def keeper_socket(self) -> Path:
+        """Where the keeper takes and gives back duplicates."""
+        return self.runtime_dir / "keeper.sock"

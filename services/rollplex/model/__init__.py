@@ -1,0 +1,47 @@
+"""Qwen2.5-VL split at the first response position. Start with README.md."""
+
+from rollplex.model.activations import HostCopies, Offload
+from rollplex.model.boundary import Boundary
+from rollplex.model.checkpoint import load_into, save_checkpoint
+from rollplex.model.config import ModelConfig, read_model_config
+from rollplex.model.decode import DecodeState, GroupDecoder
+from rollplex.model.hashing import prompt_hash
+from rollplex.model.inputs import PromptInputs
+from rollplex.model.layout import ActorLayout, LayoutTensor, Part, Shard, module_of
+from rollplex.model.logprobs import token_logprobs
+from rollplex.model.network import VisionLanguageModel, sum_replicated_gradients
+from rollplex.model.packing import PackedSuffix, pack_responses
+from rollplex.model.parallel import destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
+from rollplex.model.positions import mrope_positions
+from rollplex.model.prefix import prefix_forward
+from rollplex.model.suffix import suffix_forward
+
+__all__ = [
+    "ActorLayout",
+    "Boundary",
+    "DecodeState",
+    "GroupDecoder",
+    "HostCopies",
+    "LayoutTensor",
+    "ModelConfig",
+    "Offload",
+    "PackedSuffix",
+    "Part",
+    "PromptInputs",
+    "Shard",
+    "VisionLanguageModel",
+    "destroy_tensor_parallel",
+    "init_tensor_parallel",
+    "load_into",
+    "module_of",
+    "mrope_positions",
+    "pack_responses",
+    "prefix_forward",
+    "prompt_hash",
+    "read_model_config",
+    "save_checkpoint",
+    "suffix_forward",
+    "sum_replicated_gradients",
+    "tensor_parallel_group",
+    "token_logprobs",
+]

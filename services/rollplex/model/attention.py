@@ -1,0 +1,70 @@
+"""Attention of the decoder: causal over a prompt, and of packed suffixes over [boundary; suffixes].
+
+CUDA takes FlexAttention with a block mask; CPU takes SDPA with a dense mask, because FlexAttention has no backward there.
+No key or value is repeated, neither per sample nor per query head (CPU: a stride-0 axis; CUDA: enable_gqa).
+Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = H / K, d head size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+
+def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor) -> torch.Tensor:
+    """-> [T, H, d]"""
+    if q_THd.is_cuda:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_TKd, v_TKd))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return _grouped(q_THd, k_TKd, v_TKd, is_causal=True)
+
+
+def suffix_mask(
+    boundary_tokens: int, sample_index_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | BlockMask:
+    """Who sees whom: all of the boundary, and causally the own sample. Additive [T, S], or a BlockMask on CUDA."""
+    if sample_index_T.is_cuda:
+        return _block_mask(boundary_tokens, sample_index_T)
+    count = sample_index_T.shape[0]
+    own = (sample_index_T[:, None] == sample_index_T[None, :]).tril()
+    mask_TS = torch.zeros(count, boundary_tokens + count, dtype=dtype, device=sample_index_T.device)
+    mask_TS[:, boundary_tokens:].masked_fill_(~own, -torch.inf)
+    return mask_TS
+
+
+def suffix_attention(
+    q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, mask: torch.Tensor | BlockMask
+) -> torch.Tensor:
+    """-> [T, H, d]"""
+    if isinstance(mask, BlockMask):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SKd, v_SKd))
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    return _grouped(q_THd, k_SKd, v_SKd, attn_mask=mask)
+
+
+def _grouped(q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, **how: object) -> torch.Tensor:
+    """kv heads as the batch, the G query heads that share one as heads."""
+    count, heads, size = q_THd.shape
+    kv_heads = k_SKd.shape[1]
+    q_KGTd = q_THd.view(count, kv_heads, -1, size).permute(1, 2, 0, 3)
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, q_KGTd.shape[1], -1, -1) for x in (k_SKd, v_SKd))
+    out_KGTd = F.scaled_dot_product_attention(q_KGTd, k, v, **how)
+    return out_KGTd.permute(2, 0, 1, 3).reshape(count, heads, size)
+
+
+def _block_mask(boundary_tokens: int, sample_index_T: torch.Tensor) -> BlockMask:
+    def visible(batch, head, query, key):
+        own = key - boundary_tokens
+        same = sample_index_T[own.clamp(min=0)] == sample_index_T[query]
+        return (own < 0) | (same & (own <= query))
+
+    count = sample_index_T.shape[0]
+    return create_block_mask(visible, None, None, count, boundary_tokens + count, device=sample_index_T.device)
+
+
+@cache
+def _compiled_flex():
+    return torch.compile(flex_attention, dynamic=True)

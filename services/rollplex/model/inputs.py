@@ -1,0 +1,125 @@
+"""A tokenised prompt with its media, checked, as the model takes it.
+
+Legend: P prompt tokens, n media, S patches of all images (or videos), C channels, T temporal patch, p patch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from rollplex.core.errors import BadInput
+from rollplex.model.config import ModelConfig
+from rollplex.model.hashing import prompt_hash
+from rollplex.model.positions import mrope_positions
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """Everything that the prefix is computed from; no array is modified afterwards."""
+
+    token_ids: torch.Tensor
+    """int64 [P]"""
+    positions: torch.Tensor
+    """int64 [3, P]"""
+    delta: int
+    """Response token j is at position P + j + delta."""
+    pixel_values_images: torch.Tensor | None = None
+    """float [S, C*T*p*p]"""
+    image_grid_thw: torch.Tensor | None = None
+    """int64 [n, 3] in patches"""
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid_ts: torch.Tensor | None = None
+    """float [n]"""
+
+    @classmethod
+    def from_arrays(
+        cls,
+        config: ModelConfig,
+        *,
+        token_ids: np.ndarray,
+        pixel_values_images: np.ndarray | None = None,
+        image_grid_thw: np.ndarray | None = None,
+        pixel_values_videos: np.ndarray | None = None,
+        video_grid_thw: np.ndarray | None = None,
+        second_per_grid_ts: np.ndarray | None = None,
+    ) -> PromptInputs:
+        """Check shapes, token range and placeholder counts, and compute positions; float arrays are not copied."""
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        _check_tokens(tokens, config)
+        _check_pixels("image", config, pixel_values_images, image_grid_thw)
+        _check_pixels("video", config, pixel_values_videos, video_grid_thw)
+        positions, delta = mrope_positions(tokens, config, image_grid_thw, video_grid_thw, second_per_grid_ts)
+        if tokens[-1] in (config.image_token_id, config.video_token_id):
+            raise BadInput("the prompt ends inside a medium: its last token must be text", reason="BAD_PROMPT")
+        return cls(
+            token_ids=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            delta=delta,
+            pixel_values_images=_tensor(pixel_values_images),
+            image_grid_thw=_tensor(image_grid_thw, np.int64),
+            pixel_values_videos=_tensor(pixel_values_videos),
+            video_grid_thw=_tensor(video_grid_thw, np.int64),
+            second_per_grid_ts=_tensor(second_per_grid_ts, np.float32),
+        )
+
+    @property
+    def token_count(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def last_token(self) -> int:
+        return int(self.token_ids[-1])
+
+    @property
+    def suffix_position(self) -> int:
+        """Position of the last prompt token, where every sample's suffix starts (the same on all axes)."""
+        return self.token_count - 1 + self.delta
+
+    def to(self, device: torch.device | str) -> PromptInputs:
+        moved = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    def hash(self) -> str:
+        arrays = (self.token_ids, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)
+        return prompt_hash(*(None if array is None else array.cpu().numpy() for array in arrays))
+
+
+def _check_tokens(tokens: np.ndarray, config: ModelConfig) -> None:
+    if tokens.ndim != 1 or not len(tokens):
+        raise BadInput(f"a prompt of token shape {tokens.shape}; expected at least one token", reason="EMPTY_PROMPT")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= config.vocab_size:
+        raise BadInput(
+            f"token id {low if low < 0 else high} lies outside the vocabulary of {config.vocab_size}",
+            reason="BAD_TOKEN_ID",
+        )
+
+
+def _check_pixels(kind: str, config: ModelConfig, pixels: np.ndarray | None, grids: np.ndarray | None) -> None:
+    if (pixels is None) != (grids is None):
+        raise BadInput(f"{kind} pixels and {kind} grid come together or not at all", reason="BAD_MEDIA_GRID")
+    if pixels is None:
+        return
+    vision = config.vision
+    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    patches = int(np.asarray(grids, dtype=np.int64).prod(axis=-1).sum())
+    if pixels.shape != (patches, channels):
+        raise BadInput(
+            f"{kind} pixels of shape {pixels.shape}; the grid {np.asarray(grids).tolist()} needs {(patches, channels)}",
+            reason="BAD_MEDIA_GRID",
+        )
+
+
+def _tensor(array: np.ndarray | None, dtype: type | None = None) -> torch.Tensor | None:
+    """Shares the array's memory where numpy and torch agree."""
+    if array is None:
+        return None
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))

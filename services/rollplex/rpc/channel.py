@@ -1,0 +1,42 @@
+"""Channels with one set of options, for asyncio and for threads."""
+
+from __future__ import annotations
+
+import grpc
+from grpc import aio
+
+from rollplex.core.errors import BadInput
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A restarted service comes back on the same socket within a second; the default back-off would wait for a minute.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Channels of one process to one address would otherwise share a connection that outlives a closed channel.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def check_address(address: str) -> str:
+    """`unix:/path` or `host:port`. Raises BadInput otherwise."""
+    if address.startswith("unix:/"):
+        if len(address.removeprefix("unix:").encode()) > 107:
+            raise BadInput(f"socket path of {address!r} is longer than the 107 bytes that Linux allows; use a shorter "
+                           "runtime directory", reason="SOCKET_PATH_TOO_LONG")
+        return address
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 <= int(port) < 65536:
+        raise BadInput(f"address {address!r} must be unix:/path or host:port", reason="BAD_ADDRESS")
+    return address
+
+
+def aio_channel(address: str) -> aio.Channel:
+    return aio.insecure_channel(check_address(address), options=OPTIONS)
+
+
+def sync_channel(address: str) -> grpc.Channel:
+    return grpc.insecure_channel(check_address(address), options=OPTIONS)

@@ -1,0 +1,49 @@
+"""Serving an engine: owner thread, command board, PhaseService, drain. Rollout, reference and trainer share it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from grpc import aio
+
+from rollplex.rpc.phase_servicer import EngineHost, PhaseEngine, PhaseServicer
+from rollplex.rpc.server import RunningServer, serve, start_server
+from rollplex.v1 import phase_service_pb2, phase_service_pb2_grpc
+
+AddRole = Callable[[aio.Server, EngineHost], str]
+"""Adds the role's own servicer and returns its full service name."""
+
+
+def add_engine(host: EngineHost, add_role: AddRole) -> Callable[[aio.Server], list[str]]:
+    """An AddServicers for PhaseService and the role's service."""
+    def add(server: aio.Server) -> list[str]:
+        phase_service_pb2_grpc.add_PhaseServiceServicer_to_server(PhaseServicer(host), server)
+        return [phase_service_pb2.DESCRIPTOR.services_by_name["PhaseService"].full_name, add_role(server, host)]
+
+    return add
+
+
+async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine], add_role: AddRole, *,
+                       drain_timeout_s: float) -> None:
+    """Builds the engine on its owner thread, serves it until SIGTERM, then closes it there."""
+    owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner")
+    loop = asyncio.get_running_loop()
+    engine = await loop.run_in_executor(owner, build)
+    host = EngineHost(engine, owner)
+
+    async def close() -> None:
+        host.board.abort_all()
+        await loop.run_in_executor(owner, engine.close)
+        owner.shutdown()
+
+    await serve(name, address, add_engine(host, add_role), drain_timeout_s=drain_timeout_s, on_drain=close)
+
+
+async def start_engine(name: str, address: str, engine: PhaseEngine, add_role: AddRole) -> RunningServer:
+    """An engine served inside this process, for tests and benchmarks. The caller drains it."""
+    host = EngineHost(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner"))
+    running = await start_server(name, address, add_engine(host, add_role))
+    await running.ready()
+    return running
