@@ -79,3 +79,12 @@ class DataLoss(RollplexError):
 
 class InternalError(RollplexError):
     """INTERNAL: an invariant of ours does not hold."""
+
+
+def as_domain_error(error: BaseException) -> RollplexError:
+    """Any exception as one of ours: a ValueError is the user's, anything else an INTERNAL that keeps its type's name."""
+    if isinstance(error, RollplexError):
+        return error
+    if isinstance(error, ValueError):
+        return BadInput(str(error))
+    return InternalError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""One hash over what makes a prompt: the coordinator and every engine compute it, and a difference refuses the prompt."""
+"""One hash over what makes a prompt: coordinator and engines compute it, and a difference refuses the prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def prompt_hash(
 ) -> str:
     """sha256 in hex over little-endian bytes, every part preceded by its name and count.
 
-    token_ids: [P] integers. image_grid_thw, video_grid_thw: [n, 3] integers. second_per_grid_ts: one number a video, hashed as
-    float32, which is how engines hold it. Lists, numpy arrays and CPU tensors are accepted; None and an empty array are the
-    same prompt. Raises ValueError when a grid is not [n, 3].
+    token_ids: [P] integers. image_grid_thw, video_grid_thw: [n, 3] integers. second_per_grid_ts: one number a video,
+    hashed as float32, which is how engines hold it. Lists, numpy arrays and CPU tensors are accepted; None and an empty
+    array are the same prompt. Raises ValueError when a grid is not [n, 3].
     """
     digest = hashlib.sha256()
     for name, values, typecode in (

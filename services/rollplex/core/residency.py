@@ -51,11 +51,13 @@ CONTRACT: dict[str, ContractRow] = {
     "suffix_activations": _row("trainer reference", [_S]),
     "gradients": _row("trainer", [_S, _U], ALWAYS),
     "optimizer_state": _row("trainer", [_U], ALWAYS, permanent=True),
-    "media": _row("coordinator", [], [_O, _S]),
+    "pinned_pool": _row("trainer", [], ALWAYS),
+    "media": _row("coordinator", [], ALWAYS),
 }
 """`optimizer_state`: FP32 master weights and Adam moments, one chunk at a time in HBM. `gradients`: one FP32 buffer,
-in HBM or in the pinned pool as planned; between iterations the zeroed buffer may stay parked. `media`: decoded frames
-in host slabs, one a prompt."""
+in HBM or in the pinned pool as planned; between iterations the zeroed buffer may stay parked. `pinned_pool`: allocated
+once, holds offloaded `prefix_activations`. `media`: decoded frames in host slabs, one a prompt; those of a queued
+iteration are decoded while the one before it runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The process that reads untrusted media: `python -m rollplex.data.decode_child FD`, one request after another on socket FD.
+"""The process that reads untrusted media: `python -m rollplex.data.decode_child FD` answers requests on socket FD.
 
-It gets open files and numbers, returns one sealed memfd a request, and ends when the socket does. Memory, CPU time and core dumps are
-limited by the kernel; the network is gone where an unprivileged namespace may be made.
+It gets open files and numbers, returns one sealed memfd a request, and ends when the socket does. Memory, CPU time
+and core dumps are limited by the kernel; the network is gone where an unprivileged namespace may be made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 class Slab:
-    """A memfd that grows item by item and is sealed at the end. Written by `pwrite`, so it never counts as address space."""
+    """A memfd that grows item by item and is sealed at the end. `pwrite` keeps it out of the address-space limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.fd = os.memfd_create("rollplex-media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -47,7 +47,7 @@ class Clip:
 
 
 def decode(plan: dict[str, Any], files: list[int], room_bytes: int) -> Clip:
-    """One item. `plan` is an entry of plan.request_items; `room_bytes` is what the slab can still take. Raises MediaFault."""
+    """One item. `plan` is one of plan.request's items; `room_bytes` is what the slab can take. Raises MediaFault."""
     if plan["kind"] == "image":
         return Clip([_image(plan, files[0], 0, None, room_bytes)], None, [], 1, None)
     if plan["frame_files"]:
@@ -105,7 +105,13 @@ def _target(plan: dict[str, Any], height: int, width: int, kept_frames: int, fil
         factor, low, high = plan["factor"], plan["min_pixels"], plan["max_pixels"]
         if plan["kind"] == "video":
             height, width = video_frame_size(
-                height, width, kept_frames, factor=factor, min_pixels=low, max_pixels=high, total_pixels=plan["total_pixels"]
+                height,
+                width,
+                kept_frames,
+                factor=factor,
+                min_pixels=low,
+                max_pixels=high,
+                total_pixels=plan["total_pixels"],
             )
         else:
             height, width = smart_resize(height, width, factor, low, high)
@@ -150,7 +156,11 @@ class _Video:
             indices = frame_indices(
                 self.total, self.rate, **{key: self.plan[key] for key in ("fps", "min_frames", "max_frames")}
             )
-            picked = (self._pick_seeking(indices, room_bytes) if self.times else None) or self._pick(indices, room_bytes)
+            picked = (self._pick_seeking(indices, room_bytes) if self.times else None) or self._pick(
+                indices, room_bytes
+            )
+        except av.error.EOFError as error:
+            raise MediaFault("MEDIA_NO_FRAMES", "ends before its first frame") from error
         except av.error.FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
@@ -172,7 +182,7 @@ class _Video:
         return container, stream
 
     def _read_index(self) -> None:
-        """Sets total (frames), rate (a second), times (every frame's pts, ascending; empty when unusable), keys, unit_s."""
+        """Sets total (frames), rate (a second), times (every frame's pts, ascending, or empty), keys, unit_s."""
         container, stream = self._open()
         with container:
             self._check_whole(container, stream)
@@ -248,10 +258,9 @@ class _Video:
         )
 
     def _pick_seeking(self, indices: list[int], room_bytes: int) -> dict[int, np.ndarray] | None:
-        """The same by time stamp, jumping to key frames over long gaps; None when a frame does not come out as indexed."""
+        """The same by time stamp, seeking over long gaps; None when a frame does not come out as indexed."""
         container, stream = self._open()
-        picked: dict[int, np.ndarray] = {}
-        position = -1
+        picked, position = {}, -1
         with container:
             frames = container.decode(stream)
             for index in indices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -28,6 +29,7 @@ class DecodeProcess:
 
     def __init__(self, process: Process, sock: socket.socket) -> None:
         self._process, self._sock = process, sock
+        self._killed = self._exchanging = False
         self.network = True
         """False when the child runs without a network."""
 
@@ -55,7 +57,7 @@ class DecodeProcess:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 hello, fds = await child._receive()
-        except (ChildDied, TimeoutError, ValueError) as error:
+        except (ChildDied, OSError, ValueError) as error:
             child.kill()
             raise Unavailable(
                 f"a media decoding child did not start within {START_TIMEOUT_S:.0f} s ({type(error).__name__}); "
@@ -74,23 +76,37 @@ class DecodeProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None and self._sock.fileno() >= 0
+        return self._process.returncode is None and not self._killed
 
     async def exchange(self, request: dict[str, Any], files: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """(reply, received fds); the caller owns the fds. Raises ChildDied, or ValueError for a reply that is no frame."""
+        """(reply, received fds); the caller owns the fds. Raises ChildDied, or ValueError for a broken reply."""
+        self._exchanging = True
         try:
             await asyncio.get_running_loop().sock_sendall(self._sock, wire.pack(request, wire.MAX_REQUEST_BYTES))
             for first in range(0, len(files), wire.FDS_PER_MESSAGE):
                 await self._send_fds(files[first : first + wire.FDS_PER_MESSAGE])
+            return await self._receive()
         except OSError as error:
             raise ChildDied from error
-        return await self._receive()
+        finally:
+            self._exchanging = False
+            if self._killed:
+                self._sock.close()
 
     def kill(self) -> asyncio.Task[int]:
-        """End it now. The returned task ends when the process is reaped; keep it referenced."""
-        self._sock.close()
+        """End it now; an exchange that is under way gets ChildDied.
+
+        The returned task ends when the process is reaped; keep it referenced.
+        """
+        self._killed = True
         if self._process.returncode is None:
             self._process.kill()
+        if self._exchanging:
+            # Closing a socket that the event loop watches would leave the exchange waiting for ever.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        else:
+            self._sock.close()
         return asyncio.ensure_future(self._process.wait())
 
     async def exit_code(self) -> int | None:
@@ -116,9 +132,7 @@ class DecodeProcess:
         try:
             header = await self._exactly(wire.LENGTH.size, fds)
             body = await self._exactly(wire.unpack_length(header, wire.MAX_REPLY_BYTES), fds)
-            message = json.loads(body)
-            if not isinstance(message, dict):
-                raise ValueError(f"the child sent a JSON {type(message).__name__}")
+            message = dict(json.loads(body))
         except BaseException:
             _close_all(fds)
             raise
@@ -135,8 +149,6 @@ class DecodeProcess:
             except BlockingIOError:
                 await _ready(self._sock, loop.add_reader, loop.remove_reader)
                 continue
-            except OSError as error:
-                raise ChildDied from error
             fds += wire.received_fds(ancdata)
             if not piece:
                 raise ChildDied

@@ -1,8 +1,8 @@
-"""What the decoder and its children say to each other: length-prefixed JSON on a Unix stream socket, file descriptors beside it.
+"""What decoder and children say to each other: length-prefixed JSON on a Unix stream socket, descriptors beside it.
 
-    parent -> child   frame(request), then every media file's fd, FDS_PER_MESSAGE at most with each filler byte
-    child -> parent   frame(reply); the slab's fd rides on its first byte when decoding went well
-    frame             uint32 little-endian length, then that many bytes of JSON
+parent -> child   frame(request), then every media file's fd, FDS_PER_MESSAGE at most with each filler byte
+child -> parent   frame(reply); the slab's fd rides on its first byte when decoding went well
+frame             uint32 little-endian length, then that many bytes of JSON
 """
 
 from __future__ import annotations

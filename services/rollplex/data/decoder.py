@@ -41,9 +41,7 @@ class MediaDecoder:
         """Start all children. Raises Unavailable when they do not come up; nothing is left running then."""
         if self._open:
             return
-        started = await asyncio.gather(
-            *(DecodeProcess.start() for _ in range(self._workers)), return_exceptions=True
-        )
+        started = await asyncio.gather(*(DecodeProcess.start() for _ in range(self._workers)), return_exceptions=True)
         self._children = {child for child in started if isinstance(child, DecodeProcess)}
         failures = [failure for failure in started if isinstance(failure, BaseException)]
         if failures:
@@ -73,8 +71,8 @@ class MediaDecoder:
     ) -> DecodedMedia:
         """Decode one prompt's media, in order, into one memfd. Frame sides come out as multiples of `factor`.
 
-        Raises BadInput, Forbidden or DeadlineExceeded naming the path and the numbers; Unavailable when not started, closed, or when
-        a replacement child does not start. Safe to cancel: the child is then replaced.
+        Raises BadInput, Forbidden or DeadlineExceeded naming the path and the numbers; Unavailable when not started,
+        closed, or when a replacement child does not start. Safe to cancel: the child is then replaced.
         """
         request = plan.request(media, limits, factor)
         paths = [path for entry in media for path in entry.paths]
@@ -93,19 +91,22 @@ class MediaDecoder:
         idle = self._idle
         child = await idle.get()
         try:
+            if not self._open:
+                raise Unavailable("the media decoder was closed")
             if child is None or not child.alive:
-                if child is not None:
-                    self._discard(child)
-                    child = None
-                child = await self._replacement()
-            return await self._ask(child, request, files, paths, limits)
-        except BaseException as error:
-            if child is not None and not getattr(error, "child_is_fine", False):
                 self._discard(child)
                 child = None
+                child = await self._replacement()
+            outcome = await self._ask(child, request, files, paths, limits)
+        except BaseException:
+            self._discard(child)
+            child = None
             raise
         finally:
             idle.put_nowait(child)
+        if isinstance(outcome, BadInput):
+            raise outcome
+        return outcome
 
     async def _replacement(self) -> DecodeProcess:
         child = await DecodeProcess.start()
@@ -115,8 +116,8 @@ class MediaDecoder:
         self._children.add(child)
         return child
 
-    def _discard(self, child: DecodeProcess) -> None:
-        if child not in self._children:
+    def _discard(self, child: DecodeProcess | None) -> None:
+        if child is None or child not in self._children:
             return
         self._children.remove(child)
         task = child.kill()
@@ -125,7 +126,8 @@ class MediaDecoder:
 
     async def _ask(
         self, child: DecodeProcess, request: dict[str, Any], files: list[int], paths: list[str], limits: MediaLimits
-    ) -> DecodedMedia:
+    ) -> DecodedMedia | BadInput:
+        """The slab, or what the child found wrong with the files. Whatever is raised has cost the child its place."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(limits.decode_timeout_s):
@@ -136,11 +138,9 @@ class MediaDecoder:
             if not self._open:
                 raise Unavailable("the media decoder was closed while decoding") from error
             raise await _death(child, paths, limits, time.monotonic() - begun) from error
-        if "error" in reply:
-            for fd in fds:
-                os.close(fd)
-            raise _fault(reply, paths, limits)
-        return _slab(reply, fds, request)
+        except ValueError as error:
+            raise _distrusted(error) from error
+        return _fault(reply, fds, paths, limits) if "error" in reply else _slab(reply, fds, request)
 
 
 async def _open_files(paths: list[str], roots: Sequence[Path], max_file_bytes: int) -> list[int]:
@@ -190,17 +190,24 @@ def _slab(reply: dict[str, Any], fds: list[int], request: dict[str, Any]) -> Dec
     except (ValueError, TypeError, KeyError, OSError) as error:
         for fd in fds:
             os.close(fd)
-        raise InternalError(f"a decoding child answered with {error}", reason="MEDIA_BAD_REPLY") from error
+        raise _distrusted(error) from error
     return DecodedMedia(fds[0], size_bytes, items)
 
 
-def _fault(reply: dict[str, Any], paths: list[str], limits: MediaLimits) -> BadInput:
+def _fault(reply: dict[str, Any], fds: list[int], paths: list[str], limits: MediaLimits) -> BadInput:
+    for fd in fds:
+        os.close(fd)
     if reply["error"] == "MEDIA_MEMORY":
         return _out_of_memory(paths, limits)
-    path = paths[reply["file"]]
-    error = BadInput(f"media file {path} {reply['what']}", reason=reply["error"], path=path, **reply["numbers"])
-    error.child_is_fine = True
-    return error
+    try:
+        path = paths[reply["file"]]
+        return BadInput(f"media file {path} {reply['what']}", reason=reply["error"], path=path, **reply["numbers"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise _distrusted(error) from error
+
+
+def _distrusted(error: Exception) -> InternalError:
+    return InternalError(f"a decoding child gave an answer that cannot be right: {error!r}", reason="MEDIA_BAD_REPLY")
 
 
 def _late(paths: list[str], limits: MediaLimits) -> DeadlineExceeded:
@@ -227,7 +234,13 @@ async def _death(
     code = await child.exit_code()
     if code == -signal.SIGXCPU:
         return _late(paths, limits)
-    how = "hung up" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    how = (
+        "hung up"
+        if code is None
+        else f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exited with {code}"
+    )
     return BadInput(
         f"the process decoding {_named(paths)} {how} after {after_s:.1f} s; the file is broken, or it needs more than "
         f"{limits.child_memory_bytes} bytes of memory (child_memory_bytes)",

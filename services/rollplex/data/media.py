@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 """Every item starts at a multiple of this."""
 
-# F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE: the bytes are final. The last one, unlike F_SEAL_WRITE, lets kernels before 6.7
-# map the slab shared and read-only; Python 3.11's fcntl has no name for it.
+# F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE: the bytes are final. The last one, unlike
+# F_SEAL_WRITE, lets kernels before 6.7 map the slab shared and read-only; Python 3.11's fcntl has no name for it.
 SLAB_SEALS = 0x1 | 0x2 | 0x4 | 0x10
 
 
@@ -77,7 +77,7 @@ class DecodedMedia:
 
 
 def view_frames(fd: int, size_bytes: int, items: Sequence[MediaItem]) -> list[np.ndarray]:
-    """Read-only uint8 [T, H, W, 3] views of one shared mapping; it lives as long as a view does, and `fd` may be closed.
+    """Read-only uint8 [T, H, W, 3] views of one shared mapping, which lives as long as a view; `fd` may be closed.
 
     Raises ValueError when an item does not lie inside `size_bytes`.
     """
@@ -90,6 +90,4 @@ def view_frames(fd: int, size_bytes: int, items: Sequence[MediaItem]) -> list[np
                 f"of a slab of {size_bytes}"
             )
     mapping = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    return [
-        np.frombuffer(mapping, np.uint8, item.size_bytes, item.offset_bytes).reshape(item.shape) for item in items
-    ]
+    return [np.frombuffer(mapping, np.uint8, item.size_bytes, item.offset_bytes).reshape(item.shape) for item in items]

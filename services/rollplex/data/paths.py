@@ -24,8 +24,8 @@ def resolve_media(path: str | Path, roots: Sequence[Path], *, max_file_bytes: in
 def open_media(path: str | Path, roots: Sequence[Path], *, max_file_bytes: int | None = None) -> int:
     """An O_RDONLY descriptor of the file; the caller closes it.
 
-    Raises Forbidden when the real path lies in none of `roots`; BadInput when it is missing, not a regular file, empty, larger than
-    `max_file_bytes`, or replaced by a link between check and open.
+    Raises Forbidden when the real path lies in none of `roots`; BadInput when it is missing, not a regular file, empty,
+    larger than `max_file_bytes`, or replaced by a link between check and open.
     """
     real = _inside_roots(path, roots)
     try:
@@ -35,7 +35,7 @@ def open_media(path: str | Path, roots: Sequence[Path], *, max_file_bytes: int |
         raise _unusable(path, error) from error
     try:
         # A parent folder may have become a link after the check: what counts is the file that was opened.
-        _inside_roots(os.readlink(f"/proc/self/fd/{fd}"), roots)
+        _inside_roots(Path(f"/proc/self/fd/{fd}").readlink(), roots)
         _check_status(path, os.fstat(fd), max_file_bytes)
     except BaseException:
         os.close(fd)

@@ -60,8 +60,8 @@ def _item(entry: MediaRef, limits: MediaLimits, factor: int) -> dict[str, Any]:
         }
         if len(entry.frames) > max_frames:
             raise BadInput(
-                f"a video is given as {len(entry.frames)} frame files ({entry.frames[0]}, ...), the limit is {max_frames} "
-                "(max_frames)",
+                f"a video is given as {len(entry.frames)} frame files ({entry.frames[0]}, ...), "
+                f"the limit is {max_frames} (max_frames)",
                 reason="MEDIA_TOO_LARGE",
                 path=entry.frames[0],
                 frames=len(entry.frames),
@@ -76,10 +76,13 @@ def _ask(entry: MediaRef, name: str, default: float, ceiling: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise BadInput(f"{entry.paths[0]}: {name} is {value!r}; it must be a positive number", reason="MEDIA_BAD_OPTION")
+        raise BadInput(
+            f"{entry.paths[0]}: {name} is {value!r}; it must be a positive number", reason="MEDIA_BAD_OPTION"
+        )
     if value > ceiling:
         raise BadInput(
-            f"{entry.paths[0]}: the row asks for {name} {value}, at most {ceiling} is allowed; raise the media limit or lower the row's value",
+            f"{entry.paths[0]}: the row asks for {name} {value}, at most {ceiling} is allowed; "
+            "raise the media limit or lower the row's value",
             reason="MEDIA_TOO_LARGE",
             path=entry.paths[0],
             asked=value,

@@ -1,5 +1,4 @@
-"""Which frames of a video are kept, and in what size: qwen-vl-utils' rules on plain numbers. No imports beyond the standard library,
-because the decoding child starts with this."""
+"""Which frames of a video are kept, and in what size: qwen-vl-utils' rules on plain numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +12,14 @@ MAX_RATIO = 200
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, area within [min_pixels, max_pixels], ratio kept as well as that allows.
+    """(height, width) in multiples of `factor`, area in [min_pixels, max_pixels], ratio kept as well as that allows.
 
     Raises ValueError for a side of zero or a ratio over MAX_RATIO.
     """
     if min(height, width) < 1 or max(height, width) > MAX_RATIO * min(height, width):
-        raise ValueError(f"a frame of {width}x{height} pixels is too narrow: its sides may differ by {MAX_RATIO} times at most")
+        raise ValueError(
+            f"a frame of {width}x{height} pixels is too narrow: its sides may differ by {MAX_RATIO} times at most"
+        )
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)

@@ -1,9 +1,9 @@
 """Makes torchvision importable beside a torch that it was not built for.
 
 PyPI's torchvision is compiled against the CUDA build of torch. Beside a CPU torch its extension does not load, and
-importing it then fails while registering fake kernels for `torchvision::nms` and `torchvision::qnms`, operators which the extension
-would have defined. The image and video processors of transformers need only torchvision's pure-Python resize, so the two
-operators are declared here, without a kernel: calling one of them is still an error.
+importing it then fails while registering fake kernels for `torchvision::nms` and `torchvision::qnms`, operators which
+the extension would have defined. The image and video processors of transformers need only torchvision's pure-Python
+resize, so the two operators are declared here, without a kernel: calling one of them is still an error.
 """
 
 from __future__ import annotations

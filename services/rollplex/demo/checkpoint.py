@@ -11,7 +11,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from rollplex.demo.clips import FRAME_PX
 
-VOCAB_SIZE = 448  # 7 x 64: splits over any tensor-parallel size up to 8
+VOCAB_SIZE = 384  # 6 x 64: splits over 2, 4 and 8 tensor-parallel ranks
 _PATCH_PX, _MERGE, _TEMPORAL_PATCH = 14, 2, 2
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _MLP = 128, 2, 4, 2, 256
 _VISION_HIDDEN, _VISION_DEPTH, _VISION_HEADS, _VISION_MLP = 64, 2, 4, 128

@@ -6,14 +6,10 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from rollplex.demo.clips import COUNTS, FRAME_PX, FRAMES, LETTERS, ORDERS, QUESTIONS, Question
 
-# Video-R1's prompt is the question, its options, an instruction, and a sentence by problem type. The instruction is the
-# demo's own, because Video-R1's hundred words cost a small model on a CPU more than the video does.
-QUESTION_TEMPLATE = "{Question}\nThink in <think> </think>, answer in <answer> </answer>."
-TYPE_TEMPLATES = {
-    "multiple choice": " Please provide only the single option letter (e.g., A, B, C, D, etc.) "
-    "within the <answer> </answer> tags.",
-    "numerical": " Please provide the numerical value (e.g., 42 or 3.14) within the <answer> </answer> tags.",
-}
+# Video-R1's prompt is the question, its options, an instruction of a hundred words, and a sentence by problem type. The demo asks
+# the question alone: the instruction costs a small model on a CPU more than the video does, and the warm start teaches the format.
+QUESTION_TEMPLATE = "{Question}"
+TYPE_TEMPLATES = {"multiple choice": "", "numerical": ""}
 VIDEO_TOKENS = (FRAMES // 2) * (FRAME_PX // 28) ** 2
 _NUMBER_WORDS = {1: "one", 2: "two", 3: "three", 4: "four"}
 

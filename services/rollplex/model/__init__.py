@@ -1,11 +1,16 @@
 """Qwen2.5-VL split at the first response position. Start with README.md."""
 
+# ruff: noqa: E402
+from rollplex.model.torchvision_ops import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+from rollplex.core.prompt_hash import prompt_hash
 from rollplex.model.activations import HostCopies, Offload
 from rollplex.model.boundary import Boundary
 from rollplex.model.checkpoint import load_into, save_checkpoint
 from rollplex.model.config import ModelConfig, read_model_config
 from rollplex.model.decode import DecodeState, GroupDecoder
-from rollplex.model.hashing import prompt_hash
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout, LayoutTensor, Part, Shard, module_of
 from rollplex.model.logprobs import token_logprobs

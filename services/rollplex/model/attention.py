@@ -1,6 +1,6 @@
 """Attention of the decoder: causal over a prompt, and of packed suffixes over [boundary; suffixes].
 
-CUDA takes FlexAttention with a block mask; CPU takes SDPA with a dense mask, because FlexAttention has no backward there.
+CUDA takes FlexAttention with a block mask; CPU takes SDPA with a dense mask: FlexAttention has no backward there.
 No key or value is repeated, neither per sample nor per query head (CPU: a stride-0 axis; CUDA: enable_gqa).
 Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = H / K, d head size.
 """
@@ -22,9 +22,7 @@ def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tens
     return _grouped(q_THd, k_TKd, v_TKd, is_causal=True)
 
 
-def suffix_mask(
-    boundary_tokens: int, sample_index_T: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor | BlockMask:
+def suffix_mask(boundary_tokens: int, sample_index_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | BlockMask:
     """Who sees whom: all of the boundary, and causally the own sample. Additive [T, S], or a BlockMask on CUDA."""
     if sample_index_T.is_cuda:
         return _block_mask(boundary_tokens, sample_index_T)

@@ -1,13 +1,12 @@
 """Weights from and to a Hugging Face checkpoint directory, tensor by tensor, any tensor-parallel size.
 
 Read: one file or an index of shards, in the old spelling (visual.*, model.layers.*) or the new one (model.visual.*,
-model.language_model.*). Written: the new one, with configuration, tokenizer and processor files from the source directory.
+model.language_model.*). Written: the new one, with configuration, tokenizer and processor files of the source.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -98,7 +97,9 @@ def _files_by_name(checkpoint: Path, config: ModelConfig) -> dict[str, tuple[str
         try:
             file_of = json.loads((checkpoint / INDEX_FILE).read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise BadInput(f"{checkpoint / INDEX_FILE} is not a weight index", reason="CHECKPOINT_INCOMPLETE") from error
+            raise BadInput(
+                f"{checkpoint / INDEX_FILE} is not a weight index", reason="CHECKPOINT_INCOMPLETE"
+            ) from error
         absent = {file for file in file_of.values() if not (checkpoint / file).is_file()}
         _require(f"{checkpoint} lacks shard files", absent)
     elif (checkpoint / SINGLE_FILE).is_file():
@@ -144,8 +145,8 @@ def save_checkpoint(
 ) -> None:
     """Write `out`, which must not exist yet; it appears whole or not at all.
 
-    `views` holds one rank's parameters (TP = 1), or a list has every rank's. With `gather`, every rank calls this with its own:
-    gather(name, local) returns all ranks' tensors on the rank that writes and None on the others.
+    `views` holds one rank's parameters (TP = 1), or a list has every rank's. With `gather`, every rank calls this with
+    its own: gather(name, local) returns all ranks' tensors on the rank that writes and None on the others.
     """
     if out.exists():
         raise BadInput(f"{out} exists already; a checkpoint is not overwritten", reason="OUTPUT_EXISTS")
@@ -168,7 +169,7 @@ def save_checkpoint(
     _write_shard(partial, pending, file_of)
     _write_index(partial, file_of, total)
     _copy_companions(source, partial, str(dtype).removeprefix("torch."))
-    os.replace(partial, out)
+    partial.replace(out)
 
 
 def _whole_tensors(
@@ -200,11 +201,11 @@ def _write_shard(folder: Path, pending: dict[str, torch.Tensor], file_of: dict[s
 def _write_index(folder: Path, file_of: dict[str, str], total_bytes: int) -> None:
     names = sorted(set(file_of.values()))
     if len(names) == 1:
-        os.replace(folder / names[0], folder / SINGLE_FILE)
+        (folder / names[0]).replace(folder / SINGLE_FILE)
         return
     final = {name: f"model-{index + 1:05d}-of-{len(names):05d}.safetensors" for index, name in enumerate(names)}
     for name, new in final.items():
-        os.replace(folder / name, folder / new)
+        (folder / name).replace(folder / new)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": {key: final[file] for key, file in file_of.items()}}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

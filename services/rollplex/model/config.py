@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
@@ -76,7 +77,9 @@ def read_model_config(checkpoint: Path) -> ModelConfig:
         eos, pad = generation.get("eos_token_id"), generation.get("pad_token_id")
     try:
         return _from_hf(Qwen2_5_VLConfig.from_dict(raw), eos, pad)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except BadInput:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         raise BadInput(f"{checkpoint}/config.json: {error}", reason="BAD_MODEL_CONFIG") from error
 
 

@@ -1,9 +1,9 @@
 """Batched decoding over shared boundaries, on the weights as rollout holds them (fused qkv_proj and gate_up_proj).
 
 The N rows of a group read one copy of their prompt's keys and values; each row grows a suffix of its own.
-Groups alike in N and in boundary length form a lot, whose boundaries are stacked, so that attention costs a few operations a lot.
-Legend: B rows, g groups of a lot, n rows a group, D hidden, H query and K kv heads, G = H / K, d head size, P boundary tokens,
-R response capacity, V padded vocabulary.
+Groups alike in N and boundary length form a lot, whose boundaries are stacked: attention is a few operations a lot.
+Legend: B rows, g groups of a lot, n rows a group, D hidden, H query and K kv heads, G = H / K, d head size,
+P boundary tokens, R response capacity, V padded vocabulary.
 """
 
 from __future__ import annotations
@@ -174,12 +174,16 @@ class GroupDecoder:
 def _attend_lot(
     lot: Lot, index: int, q: torch.Tensor, own_scores: torch.Tensor, kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [g*n*K, G, d], own_scores [g*n*K, G, t] -> boundary part of the output [g*n*K, G, d], own weights [.., G, t]."""
+    """q [g*n*K, G, d], own_scores [g*n*K, G, t] -> boundary's part of the output, as q; own weights, as own_scores."""
     size, group = q.shape[-1], q.shape[1]
     rows = (lot.stop - lot.start) // lot.groups
 
     def by_kv_head(x: torch.Tensor) -> torch.Tensor:
-        return x.view(lot.groups, rows, kv_heads, group, -1).transpose(1, 2).reshape(lot.groups, kv_heads, rows * group, -1)
+        return (
+            x.view(lot.groups, rows, kv_heads, group, -1)
+            .transpose(1, 2)
+            .reshape(lot.groups, kv_heads, rows * group, -1)
+        )
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(lot.groups, kv_heads, rows, group, -1).transpose(1, 2).reshape(-1, group, x.shape[-1])

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.core.prompt_hash import prompt_hash
 from rollplex.model.config import ModelConfig
-from rollplex.model.hashing import prompt_hash
 from rollplex.model.positions import mrope_positions
 
 
@@ -89,7 +89,7 @@ class PromptInputs:
 
     def hash(self) -> str:
         arrays = (self.token_ids, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)
-        return prompt_hash(*(None if array is None else array.cpu().numpy() for array in arrays))
+        return prompt_hash(*arrays)
 
 
 def _check_tokens(tokens: np.ndarray, config: ModelConfig) -> None:

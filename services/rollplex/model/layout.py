@@ -1,7 +1,7 @@
 """The actor's bytes on one device: what rollout holds, and the same bytes under training's names.
 
-One slab a device, every tensor at a 256-byte boundary. Rollout names and fusions are vLLM's at TP = 1; a fused tensor's parts
-are row slabs, so training sees each as a tensor of its own without a copy.
+One slab a device, every tensor at a 256-byte boundary. Rollout names and fusions are vLLM's at TP = 1; a fused tensor's
+parts are row slabs, so training sees each as a tensor of its own without a copy.
 Legend: D hidden, I intermediate, H query heads, K kv heads, d head size, V padded vocabulary; h, k, i, v per rank.
 """
 
@@ -136,7 +136,9 @@ class ActorLayout:
         """Rollout's tensors inside a uint8 tensor over the slab."""
         dtype = getattr(torch, self.dtype)
         return {
-            name: slab_bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].view(dtype).view(tensor.shape)
+            name: slab_bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+            .view(dtype)
+            .view(tensor.shape)
             for name, tensor in self.tensors.items()
         }
 
@@ -225,18 +227,22 @@ def _decoder_tensors(config: ModelConfig, tp: int) -> Iterator[tuple[str, Parts]
         for kind, tail in (("weight", (hidden,)), ("bias", ())):
             attention = f"{training}.self_attn"
             kv = cut(0, kv_heads * size, *tail, pieces=min(tp, kv_heads))
-            yield f"{rollout}.self_attn.qkv_proj.{kind}", [
-                (f"{attention}.q_proj.{kind}", cut(0, heads * size, *tail)),
-                (f"{attention}.k_proj.{kind}", kv),
-                (f"{attention}.v_proj.{kind}", kv),
-            ]
+            yield (
+                f"{rollout}.self_attn.qkv_proj.{kind}",
+                [
+                    (f"{attention}.q_proj.{kind}", cut(0, heads * size, *tail)),
+                    (f"{attention}.k_proj.{kind}", kv),
+                    (f"{attention}.v_proj.{kind}", kv),
+                ],
+            )
         name = "self_attn.o_proj.weight"
         yield f"{rollout}.{name}", [(f"{training}.{name}", cut(1, hidden, heads * size))]
         name = "post_attention_layernorm.weight"
         yield f"{rollout}.{name}", [(f"{training}.{name}", cut(None, hidden))]
-        yield f"{rollout}.mlp.gate_up_proj.weight", [
-            (f"{training}.mlp.{half}_proj.weight", cut(0, inner, hidden)) for half in ("gate", "up")
-        ]
+        yield (
+            f"{rollout}.mlp.gate_up_proj.weight",
+            [(f"{training}.mlp.{half}_proj.weight", cut(0, inner, hidden)) for half in ("gate", "up")],
+        )
         name = "mlp.down_proj.weight"
         yield f"{rollout}.{name}", [(f"{training}.{name}", cut(1, hidden, inner))]
     yield "language_model.model.norm.weight", [("language_model.norm.weight", cut(None, hidden))]

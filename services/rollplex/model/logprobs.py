@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under the temperature-scaled, vocabulary-parallel softmax, a chunk of tokens at a time.
+"""Log-probabilities of tokens under the temperature-scaled, vocabulary-parallel softmax, a chunk of tokens at a time.
 
 Megatron's vocab_parallel_cross_entropy is not used: it computes in float32 whatever it is given, and in place.
 Legend: T tokens, C tokens of a chunk, D hidden, V vocabulary rows of this rank.

@@ -42,7 +42,13 @@ class Layers:
 
     def column(self, inputs: int, outputs: int, *, bias: bool) -> ColumnParallelLinear:
         return ColumnParallelLinear(
-            inputs, outputs, config=self.config, init_method=None, bias=bias, disable_grad_reduce=True, tp_group=self.group
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=None,
+            bias=bias,
+            disable_grad_reduce=True,
+            tp_group=self.group,
         )
 
     def row(self, inputs: int, outputs: int) -> RowParallelLinear:

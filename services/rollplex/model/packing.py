@@ -64,7 +64,7 @@ class PackedSuffix:
 
 
 def pack_responses(last_prompt_token: int, responses: Sequence[torch.Tensor], position_start: int) -> PackedSuffix:
-    """Pack int64 [R_i] responses; `position_start` is the last prompt token's position (PromptInputs.suffix_position)."""
+    """Pack int64 [R_i] responses; `position_start` is the last prompt token's (PromptInputs.suffix_position)."""
     if not responses:
         raise BadInput("no responses to pack", reason="EMPTY_RESPONSE")
     lengths = tuple(len(response) for response in responses)

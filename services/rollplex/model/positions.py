@@ -1,6 +1,7 @@
 """Multimodal rotary positions of a prompt, by the model's definition.
 
-After a medium, text resumes at the maximum over all three axes + 1 (transformers 5 resumes at max(h, w) + 1 after a video).
+After a medium, text resumes at the maximum over all three axes + 1. transformers 5 differs: after a video it resumes at
+the video's first position + max(height, width).
 Legend: P prompt tokens; axes are temporal, height, width.
 """
 

@@ -1,4 +1,4 @@
-"""The prompt's share of a forward pass, done once a group: media, embeddings, and all layers over the first P - 1 tokens.
+"""The prompt's share of a forward pass, done once a group: media, embeddings, all layers over the first P - 1 tokens.
 
 The last layer stops at its keys and values: nothing after them is ever read for a prompt token.
 Legend: P prompt tokens, B = P - 1, D hidden, K kv heads of this rank, d head size.

@@ -22,7 +22,7 @@ def suffix_forward(
     packed: PackedSuffix,
     saved: Literal["keep", "recompute"] = "keep",
 ) -> torch.Tensor:
-    """Final hidden states [T, D]. With an attached boundary the gradients of its keys and values collect in its leaves."""
+    """Final hidden states [T, D]. An attached boundary collects the gradients of its keys and values in its leaves."""
     cut = boundary.attached and torch.is_grad_enabled()
     keys_values = boundary.leaves() if cut else boundary.layers
     mask = suffix_mask(boundary.token_count, packed.sample_index, model.dtype)

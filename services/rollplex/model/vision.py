@@ -1,16 +1,18 @@
 """transformers' Qwen2.5-VL vision tower, driven block by block so that each can be checkpointed.
 
-Legend: S patches in window order, W vision width, D decoder hidden, U = spatial_merge_size^2 patches a feature, h heads, d head size.
+Legend: S patches in window order, W vision width, D decoder hidden, U = spatial_merge_size^2 patches a feature,
+h heads, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -27,16 +29,18 @@ RunBlock = Callable[..., torch.Tensor]
 def build_tower(config: Qwen2_5_VLVisionConfig, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
     """The tower with meta parameters; only its rotary buffers are real."""
     AttentionInterface.register(ATTENTION_NAME, _window_attention)
+    config = deepcopy(config)
     with torch.device("meta"):
         tower = Qwen2_5_VisionTransformerPretrainedModel(config)
-    tower.set_attn_implementation(ATTENTION_NAME)
+    # Not set_attn_implementation: it takes any name with "flash" for a kernel to download.
+    config._attn_implementation = ATTENTION_NAME
     tower.to(dtype)
     tower.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
     return tower.eval()
 
 
 def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_block: RunBlock) -> torch.Tensor:
-    """pixels [S, C*T*p*p] in grid order -> features [S / U, D] in grid order; `run_block(block, x, ...)` calls a block."""
+    """pixels [S, C*T*p*p] -> features [S / U, D], both in grid order; `run_block(block, x, ...)` calls a block."""
     unit = tower.spatial_merge_unit
     window_index, window_bounds = get_vision_window_index(
         grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size

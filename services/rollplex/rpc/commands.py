@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollplex.core.errors import Aborted, DeadlineExceeded, NotFound, RollplexError, WrongState
+from rollplex.core.errors import Aborted, DeadlineExceeded, NotFound, RollplexError, WrongState, as_domain_error
 from rollplex.core.work import FinishedSample
-from rollplex.rpc.status import as_domain_error
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from rollplex.core.errors import BadInput, InternalError, Unavailable
-from rollplex.rpc.status import DETAILS_KEY, as_domain_error, code_of, rich_status
+from rollplex.core.errors import BadInput, InternalError, Unavailable, as_domain_error
+from rollplex.rpc.status import DETAILS_KEY, code_of, rich_status
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,8 @@ def prepare_runtime_dir(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
-        raise BadInput(f"runtime directory {path} has mode {mode:o}; others must have no access (chmod 700)",
+        raise BadInput(f"runtime directory {path} has mode {mode:o}; a socket needs a directory of its own "
+                       "that others cannot enter: name one that does not exist yet, or chmod 700 your own",
                        reason="RUNTIME_DIR_OPEN", path=path)
     return path
 

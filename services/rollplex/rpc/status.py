@@ -28,15 +28,6 @@ CODES: dict[type[errors.RollplexError], grpc.StatusCode] = {
 KINDS = {code: kind for kind, code in CODES.items()}
 
 
-def as_domain_error(error: BaseException) -> errors.RollplexError:
-    """Any exception as one of ours: a ValueError is the user's, anything else an INTERNAL that keeps its type's name."""
-    if isinstance(error, errors.RollplexError):
-        return error
-    if isinstance(error, ValueError):
-        return errors.BadInput(str(error))
-    return errors.InternalError(f"{type(error).__name__}: {error}")
-
-
 def code_of(error: errors.RollplexError) -> grpc.StatusCode:
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
 

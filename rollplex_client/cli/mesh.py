@@ -1,0 +1,168 @@
+"""Bringing the mesh up and down, and asking its services for their health."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
+from rollplex.rpc.channel import check_address, sync_channel
+from rollplex_client.cli.programs import EFFECTIVE_CONFIG, Program, log_path, programs, write_files
+from rollplex_client.cli.settings import Settings
+from rollplex_client.cli.supervision import Process, Supervisor, claimed, start
+
+POLL_S = 0.1
+"""Supervisor and gRPC health each announce changes in their own way; asking both is simpler than joining the two."""
+HEALTH_TIMEOUT_S = 1.0
+LOG_LINES = 15
+
+OnHealth = Callable[[dict[str, str]], None]
+
+
+def prepare_runtime_dir(path: Path) -> None:
+    """Creates it with mode 0700. Raises BadInput when it is open to others or too long for sockets."""
+    check_address(f"unix:{path / 'coordinator.sock'}")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise BadInput(f"runtime directory {path} has mode {mode:o}; others must have no access (chmod 700)",
+                       reason="RUNTIME_DIR_OPEN", path=path)
+
+
+class HealthProbe:
+    """Health of the services of one mesh, over channels that stay open."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._programs = programs(settings)
+        self._channels = {program.name: sync_channel(settings.mesh.address(program.name))
+                          for program in self._programs if program.serves_grpc}
+        self._keeper_socket = settings.mesh.keeper_socket
+
+    def ask(self) -> dict[str, str]:
+        """Name -> SERVING, NOT_SERVING or UNREACHABLE. All are asked at once."""
+        calls = {name: health_pb2_grpc.HealthStub(channel).Check.future(health_pb2.HealthCheckRequest(),
+                                                                        timeout=HEALTH_TIMEOUT_S)
+                 for name, channel in self._channels.items()}
+        return {program.name: self._answer(program, calls.get(program.name)) for program in self._programs}
+
+    def _answer(self, program: Program, call: grpc.Future | None) -> str:
+        if call is None:
+            return "SERVING" if self._keeper_socket.exists() else "UNREACHABLE"
+        try:
+            return health_pb2.HealthCheckResponse.ServingStatus.Name(call.result().status)
+        except grpc.RpcError:
+            return "UNREACHABLE"
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None) -> Supervisor:
+    """Starts every service and returns when all serve; on failure nothing is left running.
+
+    Raises BadInput for a directory in use, Unavailable when a service exits (with the end of its log),
+    DeadlineExceeded.
+    """
+    settings.require_model()
+    runtime_dir = settings.mesh.runtime_dir
+    prepare_runtime_dir(runtime_dir)
+    supervisor = Supervisor(runtime_dir)
+    with claimed(runtime_dir):
+        start(runtime_dir, write_files(settings))
+    try:
+        wait_until_serving(settings, supervisor, timeout_s=timeout_s, on_health=on_health)
+    except BaseException:
+        with contextlib.suppress(RollplexError):
+            supervisor.shut_down(stop_timeout_s(settings))
+        raise
+    return supervisor
+
+
+def wait_until_serving(settings: Settings, supervisor: Supervisor, *, timeout_s: float,
+                       on_health: OnHealth | None = None, only: str | None = None) -> None:
+    """Returns when all services (or `only` that one) serve. Raises Unavailable, DeadlineExceeded as `bring_up`."""
+    deadline = time.monotonic() + timeout_s
+    first_pids: dict[str, int] = {}
+    probe = HealthProbe(settings)
+    try:
+        while True:
+            processes = {item.name: item for item in supervisor.processes() if only in (None, item.name)}
+            for process in processes.values():
+                _raise_if_broken(settings, process, first_pids)
+            health = {name: state for name, state in probe.ask().items() if name in processes}
+            if on_health is not None:
+                on_health(health)
+            if all(state == "SERVING" for state in health.values()):
+                return
+            if time.monotonic() > deadline:
+                late = [name for name, state in health.items() if state != "SERVING"]
+                raise DeadlineExceeded(f"{', '.join(late)} not serving after {timeout_s:.0f} s; "
+                                       + _log_end(settings, late[0]), reason="MESH_NOT_READY")
+            time.sleep(POLL_S)
+    finally:
+        probe.close()
+
+
+def _raise_if_broken(settings: Settings, process: Process, first_pids: dict[str, int]) -> None:
+    pid = first_pids.setdefault(process.name, process.pid) if process.pid else 0
+    if process.state in ("BACKOFF", "FATAL", "EXITED", "UNKNOWN") or (process.pid and pid != process.pid):
+        raise Unavailable(f"{process.name} ended while it started ({process.error or process.state}); "
+                          + _log_end(settings, process.name), reason="SERVICE_FAILED", service=process.name)
+
+
+def _log_end(settings: Settings, name: str) -> str:
+    path = log_path(settings.mesh.runtime_dir, name)
+    return f"the end of {path}:\n" + "\n".join(f"    {line}" for line in last_lines(path, LOG_LINES))
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a log; none when there is no file yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 500 * count))
+            return file.read().decode(errors="replace").splitlines()[-count:] if count else []
+    except FileNotFoundError:
+        return []
+
+
+def stop_timeout_s(settings: Settings) -> float:
+    """Services stop one after another; each may drain."""
+    return (settings.mesh.drain_timeout_s + 10.0) * len(programs(settings))
+
+
+@contextlib.contextmanager
+def mesh_for(settings: Settings, *, timeout_s: float, keep_up: bool, on_health: OnHealth | None = None
+             ) -> Iterator[bool]:
+    """A mesh for the duration: the one that is up, or one of our own, taken down afterwards unless `keep_up`.
+
+    Yields whether it was started here.
+    """
+    supervisor = Supervisor(settings.mesh.runtime_dir)
+    if supervisor.is_up():
+        _check_same_model(settings)
+        wait_until_serving(settings, supervisor, timeout_s=timeout_s, on_health=on_health)
+        yield False
+        return
+    supervisor = bring_up(settings, timeout_s=timeout_s, on_health=on_health)
+    try:
+        yield True
+    finally:
+        if not keep_up:
+            supervisor.shut_down(stop_timeout_s(settings))
+
+
+def _check_same_model(settings: Settings) -> None:
+    """Raises BadInput when the running mesh holds another model than the one asked for."""
+    from rollplex.core.strict import read_toml
+
+    running = read_toml(settings.mesh.runtime_dir / EFFECTIVE_CONFIG).get("model", {}).get("checkpoint")
+    wanted = settings.sections["model"].checkpoint if "model" in settings.sections else None
+    if wanted is not None and running is not None and Path(running).resolve() != wanted.resolve():
+        raise BadInput(f"the mesh in {settings.mesh.runtime_dir} is up with model {running}, not {wanted}; "
+                       "run `rollplex down` first or choose another --runtime-dir", reason="OTHER_MODEL_LOADED")

@@ -1,0 +1,104 @@
+"""Which processes a mesh consists of, and the supervisor's configuration that runs them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollplex.core.strict import to_toml
+from rollplex_client.cli.settings import Settings
+
+EFFECTIVE_CONFIG = "effective.toml"
+SUPERVISOR_CONFIG = "supervisord.conf"
+SUPERVISOR_SOCKET = "supervisor.sock"
+SUPERVISOR_PID = "supervisord.pid"
+SUPERVISOR_LOG = "supervisord.log"
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+STOP_MARGIN_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One supervised process."""
+
+    name: str
+    """As in `rollplex status`, the log's name and the mesh's addresses."""
+    module: str
+    section: str
+    """Its section of the configuration."""
+    rank: int | None = None
+    serves_grpc: bool = True
+
+
+def programs(settings: Settings) -> list[Program]:
+    """In starting order; they stop in the opposite one."""
+    coordinator = settings.sections["coordinator"]
+    wanted = [Program("keeper", "rollplex.broker.keeper", "broker", serves_grpc=False),
+              Program("broker", "rollplex.broker", "broker")]
+    for role, count in (("trainer", coordinator.trainer_ranks), ("reference", coordinator.reference_ranks),
+                        ("rollout", coordinator.rollout_replicas)):
+        wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, rank) for rank in range(count)]
+    if coordinator.builtin_reward:
+        wanted.append(Program("reward", "rollplex.reward", "reward"))
+    return [*wanted, Program("coordinator", "rollplex.coordinator", "coordinator")]
+
+
+def log_path(runtime_dir: Path, name: str) -> Path:
+    return runtime_dir / "logs" / f"{name}.log"
+
+
+def write_files(settings: Settings) -> Path:
+    """Writes effective.toml and supervisord.conf into the runtime directory; returns the latter."""
+    runtime_dir = settings.mesh.runtime_dir
+    (runtime_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+    (runtime_dir / EFFECTIVE_CONFIG).write_text(to_toml(settings.plain()))
+    path = runtime_dir / SUPERVISOR_CONFIG
+    path.write_text(supervisor_config(settings))
+    return path
+
+
+def supervisor_config(settings: Settings) -> str:
+    """The text of supervisord.conf."""
+    runtime_dir = settings.mesh.runtime_dir
+    sections = [
+        ("unix_http_server", {"file": runtime_dir / SUPERVISOR_SOCKET, "chmod": "0700"}),
+        ("supervisord", {"logfile": runtime_dir / SUPERVISOR_LOG, "pidfile": runtime_dir / SUPERVISOR_PID,
+                         "childlogdir": runtime_dir / "logs", "umask": "077", "identifier": "rollplex"}),
+        ("rpcinterface:supervisor",
+         {"supervisor.rpcinterface_factory": "supervisor.rpcinterface:make_main_rpcinterface"}),
+    ]
+    sections += [(f"program:{program.name}", _program_options(settings, program, order))
+                 for order, program in enumerate(programs(settings))]
+    return "\n".join(f"[{name}]\n" + "".join(f"{key}={_escape(value)}\n" for key, value in options.items())
+                     for name, options in sections)
+
+
+def _program_options(settings: Settings, program: Program, order: int) -> dict[str, Any]:
+    runtime_dir = settings.mesh.runtime_dir
+    command = [sys.executable, "-m", program.module, "--config", str(runtime_dir / EFFECTIVE_CONFIG)]
+    if program.rank is not None:
+        command += ["--rank", str(program.rank)]
+    return {
+        "command": shlex.join(command), "priority": order, "autostart": "true", "autorestart": "true",
+        "startsecs": 2, "startretries": 5, "stopsignal": "TERM",
+        "stopwaitsecs": round(settings.mesh.drain_timeout_s) + STOP_MARGIN_S, "killasgroup": "true",
+        "directory": Path.cwd(), "redirect_stderr": "true", "stdout_logfile": log_path(runtime_dir, program.name),
+        "stdout_logfile_maxbytes": "50MB", "stdout_logfile_backups": 2, "environment": _environment(settings, program),
+    }
+
+
+def _environment(settings: Settings, program: Program) -> str:
+    """A section's `threads` bound the numeric libraries too, unless the user's own environment says otherwise."""
+    threads = getattr(settings.sections[program.section], "threads", 1)
+    variables = {name: os.environ.get(name, str(threads)) for name in THREAD_VARIABLES}
+    variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return ",".join(f'{name}="{value}"' for name, value in variables.items())
+
+
+def _escape(value: object) -> str:
+    return str(value).replace("%", "%%")

@@ -1,0 +1,113 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
+
+import grpc
+
+from rollplex.rpc.channel import sync_channel
+from rollplex.rpc.status import error_from_rpc
+from rollplex.v1 import coordinator_service_pb2 as pb
+from rollplex.v1.coordinator_service_pb2_grpc import CoordinatorServiceStub
+from rollplex_client import calls, parsing
+from rollplex_client.calls import Call
+from rollplex_client.results import Event, Iteration, IterationHandle
+from rollplex_client.watching import GIVE_UP_S, STREAM_S, WatchCursor, ended_iteration
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _method(build: Callable[P, Call[R]]) -> Callable[Concatenate[Client, P], R]:
+    @functools.wraps(build)
+    def method(self: Client, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._send(build(*args, **kwargs))
+
+    return method
+
+
+class Client:
+    """Talks to one coordinator. Safe to share between threads; errors are the kinds of `rollplex.core.errors`."""
+
+    def __init__(self, address: str, *, wait_for_ready: bool = False) -> None:
+        """`unix:/path` or `host:port`. `wait_for_ready`: calls wait for a server within their deadline."""
+        self.address = address
+        self._channel = sync_channel(address)
+        self._stub = CoordinatorServiceStub(self._channel)
+        self._wait_for_ready = wait_for_ready
+
+    create_run = _method(calls.create_run)
+    get_run = _method(calls.get_run)
+    list_runs = _method(calls.list_runs)
+    submit_iteration = _method(calls.submit_iteration)
+    submit_validation = _method(calls.submit_validation)
+    get_iteration = _method(calls.get_iteration)
+    cancel = _method(calls.cancel)
+    list_samples = _method(calls.list_samples)
+    register_reward = _method(calls.register_reward)
+    unregister_reward = _method(calls.unregister_reward)
+    list_rewards = _method(calls.list_rewards)
+    export_checkpoint = _method(calls.export_checkpoint)
+    mesh = _method(calls.mesh)
+
+    def watch(self, run: str, after_sequence: int = 0, *, stream_s: float = STREAM_S,
+              give_up_s: float = GIVE_UP_S) -> Iterator[Event]:
+        """Events after a sequence number, without end: the past first, then live.
+
+        Broken streams are resumed after the last event, so none is lost or repeated. Raises NotFound for an unknown
+        run, Unavailable when the coordinator has not answered for `give_up_s`.
+        """
+        cursor = WatchCursor(after_sequence, give_up_s)
+        while True:
+            stream = self._stub.WatchRun(pb.WatchRunRequest(run=run, after_sequence=cursor.sequence), timeout=stream_s)
+            try:
+                for message in stream:
+                    event = parsing.event(message)
+                    if cursor.accept(event):
+                        yield event
+                pause_s = cursor.stream_ended()
+            except grpc.RpcError as error:
+                pause_s = cursor.backoff_s(error_from_rpc(error))
+            finally:
+                stream.cancel()
+            time.sleep(pause_s)
+
+    def wait(self, handle: IterationHandle, *, on_event: Callable[[Event], None] | None = None,
+             give_up_s: float = GIVE_UP_S) -> Iteration:
+        """Follows an iteration to its end and returns it with its metrics. Raises its error when it failed.
+
+        A cancelled iteration is returned, state "cancelled". `on_event` gets every event of the run meanwhile.
+        """
+        events = self.watch(handle.run, handle.after_sequence, give_up_s=give_up_s)
+        try:
+            for event in events:
+                if on_event is not None:
+                    on_event(event)
+                if ended := ended_iteration(event, handle):
+                    if ended.error is not None:
+                        raise ended.error
+                    return ended
+        finally:
+            events.close()
+        raise AssertionError("a watch has no end")
+
+    def _send(self, call: Call[R]) -> R:
+        try:
+            answer = getattr(self._stub, call.method)(call.request, timeout=call.timeout_s,
+                                                      wait_for_ready=self._wait_for_ready)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        return call.parse(answer)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

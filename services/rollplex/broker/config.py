@@ -1,0 +1,81 @@
+"""Options of the broker: [broker], and where it listens: [mesh]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollplex.core.config import MeshSection
+from rollplex.core.strict import apply_overrides, parse, read_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSection:
+    host_limit_bytes: int | None = None
+    """Host memory that slabs may take in all; absent: the container's limit (or the machine's memory) less an eighth;
+    0: no limit."""
+    ticket_lifetime_s: float = 30.0
+    fence_timeout_s: float = 5.0
+    """How long the death of a killed process may take to be seen."""
+    reconnect_grace_s: float = 10.0
+    """How long a restarted broker waits for processes that held leases before it kills them for a writer."""
+    keeper: bool = True
+    """False: slabs end with the broker's process."""
+    keeper_timeout_s: float = 10.0
+    """How long the keeper may take to appear, and to answer."""
+
+    def __post_init__(self) -> None:
+        for name in ("ticket_lifetime_s", "fence_timeout_s", "keeper_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not self.reconnect_grace_s >= 0:
+            raise ValueError(f"reconnect_grace_s is {self.reconnect_grace_s}; it must be at least 0")
+        if self.host_limit_bytes is not None and self.host_limit_bytes < 0:
+            raise ValueError(f"host_limit_bytes is {self.host_limit_bytes}; it must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConfig:
+    mesh: MeshSection
+    broker: BrokerSection = field(default_factory=BrokerSection)
+
+
+def load(path: Path | None, overrides: Sequence[str]) -> BrokerConfig:
+    """The two sections of a mesh's file; the others are read, and checked, by those they belong to."""
+    data = apply_overrides(read_toml(path) if path else {}, overrides)
+    return parse(BrokerConfig, {key: data[key] for key in ("mesh", "broker") if key in data})
+
+
+def default_host_limit_bytes() -> int:
+    """Seven eighths of what this process may use: its cgroups' smallest limit, or the machine's memory."""
+    limits = [_memory_total_bytes(), *_cgroup_limits_bytes()]
+    return min(limits) * 7 // 8
+
+
+def _memory_total_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo has no MemTotal; set [broker] host_limit_bytes")
+
+
+def _cgroup_limits_bytes() -> list[int]:
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        # Inside a container the path may be the host's; then only the root of the hierarchy is there.
+        for folder in [inner, *inner.parents]:
+            file = folder / name
+            if folder.is_relative_to(root) and file.exists():
+                text = file.read_text().strip()
+                if text != "max":
+                    limits.append(int(text))
+    return limits

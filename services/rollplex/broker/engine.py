@@ -1,0 +1,313 @@
+"""Custody: who may map what. Holds descriptors, never maps them. All methods run on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from rollplex.broker import records
+from rollplex.broker.actors import Actor, ActorTable
+from rollplex.broker.fencing import Fence
+from rollplex.broker.ledger import LedgerBook
+from rollplex.broker.records import Record, Vault
+from rollplex.broker.sessions import Session, SessionTable, check_names, forget_pidfd
+from rollplex.broker.slabs import SlabStore, check_announced
+from rollplex.broker.tickets import Purpose, TicketBook
+from rollplex.core.errors import Aborted, BadInput, NotFound, OutOfMemory, WrongState
+from rollplex.core.ids import new_id
+from rollplex.core.leases import Lease, LeaseMode, LeaseTable, conflict
+from rollplex.core.phases import Phase
+from rollplex.core.work import ResidencyEntry
+from rollplex.memory.slab import Ledger, Slab, SnapshotInfo
+
+
+class Custody:
+    """The broker's work. `vault` is the keeper, or records.NoVault; `host_limit_bytes` 0 is no limit."""
+
+    def __init__(self, vault: Vault, *, host_limit_bytes: int, ticket_lifetime_s: float = 30.0,
+                 fence_timeout_s: float = 5.0, reconnect_grace_s: float = 10.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.host_limit_bytes = host_limit_bytes
+        self.slabs = SlabStore()
+        self.leases = LeaseTable()
+        self.actors = ActorTable()
+        self.sessions = SessionTable()
+        self.tickets = TicketBook(ticket_lifetime_s)
+        self.ledger = LedgerBook()
+        self.fence = Fence(self.sessions, self.forget, timeout_s=fence_timeout_s, grace_s=reconnect_grace_s, clock=clock)
+        self._vault = vault
+        self._clock = clock
+        # Fencing waits for a process to die; nobody may be granted what it held meanwhile.
+        self._granting = asyncio.Lock()
+
+    def hello(self, process: object, role: object, pid: int, pidfd: int,
+              hang_up: Callable[[], None]) -> tuple[Session, list[str]]:
+        """Opens a session (which owns the pidfd from here on) and gives it back the leases that the same process's last
+        connection left; their ids are returned."""
+        name, role_name = check_names(process, role)
+        old = self.sessions.superseded_by(name, pid)
+        if old is not None:
+            old.hang_up()
+            self.disconnect(old, orderly=False)
+        self.fence.bury_dead()
+        session = self.sessions.open(name, role_name, pid, pidfd, hang_up)
+        self._vault.note(*records.session(session))
+        resumed = []
+        for former in self.sessions.take_resumable(name, pid):
+            for lease in former.left.values():
+                taken = Lease(lease.lease_id, lease.slab, session.name, lease.mode, lease.update_epoch)
+                self.leases.by_id[taken.lease_id] = taken
+                self._vault.note(*records.lease(taken))
+                resumed.append(taken.lease_id)
+            self._vault.drop(records.session_name(former.name))
+            forget_pidfd(former)
+        return session, resumed
+
+    def disconnect(self, session: Session, *, orderly: bool) -> None:
+        """The connection ended: all its leases are dropped at once. Unless the goodbye was said, or the process is seen
+        dead, it may still map what it had: it is fenced before anyone writes there. Idempotent."""
+        if self.sessions.by_secret.get(session.secret) is not session:
+            return
+        self.sessions.close(session)
+        self.ledger.forget(session.name)
+        for claim in self.tickets.drop_session(session.name):
+            if claim.purpose is Purpose.DEPOSIT:
+                self.slabs.retract(claim.subject)
+        leases = self.leases.release_session(session.name)
+        if leases and not orderly:
+            self.sessions.leaving(session, leases)
+            self.fence.bury_dead()
+        else:
+            self.forget(session, leases)
+
+    def forget(self, session: Session, leases: Iterable[Lease]) -> None:
+        """Nothing of the session is left to be fenced."""
+        for lease in leases:
+            self._vault.drop(records.lease_name(lease.lease_id))
+        self._vault.drop(records.session_name(session.name))
+        forget_pidfd(session)
+
+    def announce(self, secret: str, slab: Slab) -> str:
+        """Keeps room for a slab and returns the ticket for its descriptor. Raises OutOfMemory with the ledger's table."""
+        session = self.sessions.get(secret)
+        slab = Slab(slab.name, slab.object_class, slab.role or session.role, slab.device, slab.size_bytes, run=slab.run)
+        check_announced(slab)
+        self._expire_tickets()
+        taken = self.slabs.host_bytes
+        if self.host_limit_bytes and taken + slab.size_bytes > self.host_limit_bytes:
+            raise OutOfMemory(
+                f"{slab.size_bytes:,} bytes for slab {slab.name} do not fit: {taken:,} of {self.host_limit_bytes:,} host "
+                f"bytes are taken\n{self.ledger.table()}", reason="OUT_OF_HOST_MEMORY", size_bytes=slab.size_bytes,
+                taken_bytes=taken, limit_bytes=self.host_limit_bytes)
+        self.slabs.announce(slab)
+        return self.tickets.issue(Purpose.DEPOSIT, slab.name, session.name, self._clock())
+
+    async def deposit(self, session: Session, ticket: str, fd: int) -> Slab:
+        """Takes an announced slab's descriptor, which stays the caller's until this returns. It is with the keeper then.
+
+        On failure the announcement is withdrawn.
+        """
+        name = self.tickets.redeem(ticket, Purpose.DEPOSIT, session.name, self._clock()).subject
+        try:
+            slab = self.slabs.stamp(name, fd)
+            await self._vault.put(*records.slab(slab, fd))
+        except BaseException:
+            self.slabs.retract(name)
+            # A keeper that answered too late has it all the same.
+            self._vault.drop(records.slab_name(name))
+            raise
+        self.slabs.accept(slab, fd)
+        self.ledger.add(slab)
+        return slab
+
+    def list_slabs(self, prefix: str) -> list[Slab]:
+        return [self.slabs.by_name[name] for name in sorted(self.slabs.by_name) if name.startswith(prefix)]
+
+    def delete(self, secret: str, name: str) -> int:
+        """Gives the pages back and returns their bytes. Raises WrongState while others lease the slab."""
+        session = self.sessions.get(secret)
+        slab = self.slabs.get(name)
+        holders = [lease.session for lease in self.leases.on_slab(name) if lease.session != session.name]
+        if holders:
+            raise WrongState(f"slab {name} is leased by {', '.join(holders)}", reason="SLAB_LEASED",
+                             holders=", ".join(holders))
+        for lease in self.leases.on_slab(name):
+            self.leases.release(lease.lease_id, session.name)
+            self._vault.drop(records.lease_name(lease.lease_id))
+        self.fence.forget_slab(name)
+        actor = self.actors.forget_slab(name)
+        if actor is not None:
+            self._vault.drop(records.actor_name(actor.run))
+        self.slabs.remove(name)
+        self.ledger.remove(slab)
+        self._vault.drop(records.slab_name(name))
+        return slab.size_bytes
+
+    async def acquire(self, secret: str, name: str, mode: LeaseMode, snapshot: int | None,
+                      update_epoch: int | None) -> tuple[Lease, str, Slab]:
+        """Grants a lease and returns it with the ticket for its descriptor. Raises Aborted naming conflicting holders."""
+        async with self._granting:
+            session = self.sessions.get(secret)
+            slab = self.slabs.get(name)
+            actor = self.actors.of_slab(name)
+            if actor is not None:
+                actor.admit(mode, session.process, snapshot, update_epoch)
+            elif snapshot is not None or update_epoch is not None:
+                raise WrongState(f"slab {name} is no registered snapshot", reason="SNAPSHOT_NOT_REGISTERED", slab=name)
+            lease = Lease(new_id("lease"), name, session.name, mode, update_epoch)
+            self._check_live_holders(lease, actor)
+            for former, left in self.fence.on_slab(name):
+                tolerated = actor is not None and actor.tolerates(former.process, left.mode)
+                if former.pid != session.pid and conflict(left, lease) and not tolerated:
+                    await self.fence.clear(former, f"{mode.value} on slab {name}")
+            # While one was being fenced, this connection may have ended, the slab been deleted, or another former holder
+            # connected again and taken up its lease.
+            self.sessions.get(secret)
+            slab = self.slabs.get(name)
+            self._check_live_holders(lease, actor)
+            self.fence.supersede(session.pid, name)
+            self.leases.by_id[lease.lease_id] = lease
+            self._vault.note(*records.lease(lease))
+            self._expire_tickets()
+            return lease, self.tickets.issue(Purpose.REDEEM, lease.lease_id, session.name, self._clock()), slab
+
+    def _check_live_holders(self, wanted: Lease, actor: Actor | None) -> None:
+        """LeaseTable.grant's rule, but that a writer's own READ lease may stay beside its fellow writers."""
+        holders = [held for held in self.leases.on_slab(wanted.slab) if conflict(held, wanted)
+                   and not (actor is not None and actor.tolerates(held.session.rpartition("#")[0], held.mode))]
+        if holders:
+            names = _names(holders)
+            raise Aborted(f"{wanted.mode.value} on slab {wanted.slab} is excluded by {names}", reason="LEASE_CONFLICT",
+                          slab=wanted.slab, holders=names)
+
+    def redeem(self, session: Session, ticket: str) -> tuple[Lease, Slab, int]:
+        """The lease, its slab and a descriptor that the caller sends and closes; read-only for READ."""
+        lease_id = self.tickets.redeem(ticket, Purpose.REDEEM, session.name, self._clock()).subject
+        lease = self.leases.by_id.get(lease_id)
+        if lease is None:
+            raise NotFound(f"lease {lease_id} was released before its ticket was redeemed", reason="LEASE_NOT_FOUND")
+        slab = self.slabs.get(lease.slab)
+        return lease, slab, self.slabs.open_for(slab.name, writable=lease.mode is LeaseMode.WRITE)
+
+    def release(self, secret: str, lease_id: str) -> None:
+        """Drops a lease: its holder maps the slab no more. Idempotent."""
+        session = self.sessions.get(secret)
+        if self.leases.release(lease_id, session.name) or self.fence.release(lease_id, session.pid):
+            self._vault.drop(records.lease_name(lease_id))
+
+    async def register_snapshot(self, run: str, slabs: tuple[str, ...], number: int) -> None:
+        async with self._granting:
+            for name in slabs:
+                self.slabs.get(name)
+            known = self.actors.by_run.get(run)
+            if known is None:
+                await self._writers_gone(slabs, "registering the snapshot")
+            self._keep(self.actors.register(run, slabs, number))
+
+    async def begin_update(self, run: str, number: int, writers: frozenset[str]) -> int:
+        """VALID(k) -> TORN(k -> k+1), or TORN under a later epoch. Returns the epoch. Raises Aborted naming the readers
+        that are left; those that died or vanished are fenced first."""
+        async with self._granting:
+            if not writers:
+                raise BadInput("an update needs at least one writer", reason="NO_WRITERS")
+            actor = self.actors.get(run)
+            actor.snapshot.begin_update(number, actor.snapshot.update_epoch + 1)
+            self._check_outsiders(actor, writers)
+            for name in actor.slabs:
+                for former, _ in self.fence.on_slab(name):
+                    live = self.sessions.live_with_pid(former.pid)
+                    if live is None or live.process not in writers:
+                        await self.fence.clear(former, f"the update of run {run}")
+            self._check_outsiders(actor, writers)
+            actor = self.actors.begin_update(run, number, writers)
+            self._keep(actor)
+            return actor.snapshot.update_epoch
+
+    async def publish_snapshot(self, run: str, update_epoch: int, number: int) -> None:
+        """TORN(k -> k+1) -> VALID(k+1). The same publication again changes nothing. Raises Aborted while a writer is
+        left."""
+        async with self._granting:
+            if self.actors.published(run, number, update_epoch):
+                return
+            actor = self.actors.get(run)
+            actor.snapshot.publish(number, update_epoch)
+            await self._writers_gone(actor.slabs, f"publishing snapshot {number}")
+            self._keep(self.actors.publish(run, number, update_epoch))
+
+    def get_snapshot(self, run: str) -> SnapshotInfo:
+        actor = self.actors.get(run)
+        state = actor.snapshot
+        return SnapshotInfo(state.state.value, state.number, 0 if state.readable else state.update_epoch, actor.slabs)
+
+    def _check_outsiders(self, actor: Actor, writers: frozenset[str]) -> None:
+        outside = [lease for name in actor.slabs for lease in self.leases.on_slab(name)
+                   if lease.session.rpartition("#")[0] not in writers]
+        if outside:
+            names = _names(outside)
+            raise Aborted(f"run {actor.run}'s actor is still leased by {names}", reason="READERS_REMAIN", holders=names)
+
+    async def _writers_gone(self, slabs: tuple[str, ...], what: str) -> None:
+        self._check_no_writer(slabs, what)
+        for name in slabs:
+            for former, left in self.fence.on_slab(name):
+                if left.mode is LeaseMode.WRITE:
+                    await self.fence.clear(former, what)
+        self._check_no_writer(slabs, what)
+
+    def _check_no_writer(self, slabs: tuple[str, ...], what: str) -> None:
+        writing = [lease for name in slabs for lease in self.leases.on_slab(name) if lease.mode is LeaseMode.WRITE]
+        if writing:
+            names = _names(writing)
+            raise Aborted(f"{what} waits for {names}", reason="WRITERS_REMAIN", holders=names)
+
+    def _keep(self, actor: Actor) -> None:
+        self._vault.note(*records.actor(actor))
+
+    def enter_phase(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
+        violations = self.ledger.enter(run, iteration, phase)
+        self._vault.note(*records.phase(self.ledger))
+        return violations
+
+    def report(self, secret: str, entries: tuple[ResidencyEntry, ...]) -> None:
+        self.ledger.report(self.sessions.get(secret).name, entries)
+
+    def get_ledger(self, run: str) -> Ledger:
+        return Ledger(self.ledger.rows(run), self.ledger.peak_rows(run), self.host_limit_bytes, self.slabs.host_bytes)
+
+    def records(self) -> list[Record]:
+        """Everything that a successor needs."""
+        return records.everything(self.slabs, self.sessions, self.leases, self.actors, self.ledger)
+
+    def restore(self, kept: Iterable[Record]) -> dict[str, str]:
+        """Takes over from a dead broker, before anyone is served. Owns the descriptors. Returns the records that were
+        left out, with the reasons."""
+        restored = records.Restored(self.slabs, self.actors, self.ledger)
+        for record in sorted(kept, key=lambda record: records.ORDER.index(record[0].partition("/")[0])):
+            restored.take(record)
+        for name in restored.refused:
+            self._vault.drop(name)
+        for session, leases in restored.sessions():
+            self.sessions.leaving(session, leases, inherited=True)
+            if not leases:
+                self.sessions.former.remove(session)
+                self.forget(session, ())
+        self.sessions.serial = restored.serial
+        self.fence.start_grace()
+        self.fence.bury_dead()
+        return restored.refused
+
+    def close(self) -> None:
+        self.slabs.close()
+        for session in [*self.sessions.by_secret.values(), *self.sessions.former]:
+            os.close(session.pidfd)
+
+    def _expire_tickets(self) -> None:
+        for claim in self.tickets.expire(self._clock()):
+            if claim.purpose is Purpose.DEPOSIT:
+                self.slabs.retract(claim.subject)
+
+
+def _names(leases: Iterable[Lease]) -> str:
+    return ", ".join(sorted({f"{lease.session.rpartition('#')[0]} ({lease.mode.value})" for lease in leases}))

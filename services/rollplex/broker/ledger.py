@@ -1,0 +1,139 @@
+"""Bytes by object class, role, device and phase: slabs, each counted once, and what engines report beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rollplex.broker.slabs import POOL_CLASS
+from rollplex.core.phases import Phase
+from rollplex.core.residency import CONTRACT, Holding, Residency, check
+from rollplex.core.work import ResidencyEntry
+from rollplex.memory.slab import LedgerRow, Slab
+
+Key = tuple[str, str, str]
+"""Object class, role, device."""
+
+
+def slab_residency(object_class: str, device: str) -> Residency:
+    """A device slab is hot. A host slab is parked, unless its class never is: then the host is what computes on it."""
+    row = CONTRACT.get(object_class)
+    parked = device == "host" and (row is None or bool(row.parked))
+    return Residency.PINNED if parked else Residency.HBM
+
+
+@dataclass(slots=True)
+class Account:
+    """Slabs under one key."""
+
+    size_bytes: int = 0
+    slab_count: int = 0
+    by_run: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes and slabs of each run."""
+
+    def add(self, run: str, size_bytes: int, slab_count: int) -> None:
+        self.size_bytes += size_bytes
+        self.slab_count += slab_count
+        had_bytes, had_count = self.by_run.get(run, (0, 0))
+        self.by_run[run] = had_bytes + size_bytes, had_count + slab_count
+        if not self.by_run[run][1]:
+            del self.by_run[run]
+
+
+@dataclass(slots=True)
+class LedgerBook:
+    run: str = ""
+    iteration: int = -1
+    phase: Phase = Phase.IDLE
+    accounts: dict[Key, Account] = field(default_factory=dict)
+    reports: dict[str, tuple[ResidencyEntry, ...]] = field(default_factory=dict)
+    """Last report of each session."""
+    peaks: dict[tuple[Phase, Key], int] = field(default_factory=dict)
+    violations: tuple[str, ...] = ()
+    """Of the phase that ended last."""
+
+    def add(self, slab: Slab) -> None:
+        key = _key(slab)
+        self.accounts.setdefault(key, Account()).add(slab.run, slab.size_bytes, 1)
+        self._raise_peak(key)
+
+    def remove(self, slab: Slab) -> None:
+        key = _key(slab)
+        self.accounts[key].add(slab.run, -slab.size_bytes, -1)
+        if not self.accounts[key].slab_count:
+            del self.accounts[key]
+
+    def report(self, session: str, entries: tuple[ResidencyEntry, ...]) -> None:
+        """Replaces what the session reported last."""
+        self.reports[session] = entries
+        for entry in entries:
+            self._raise_peak(_key(entry), max(entry.peak_bytes - entry.size_bytes, 0))
+
+    def forget(self, session: str) -> None:
+        self.reports.pop(session, None)
+
+    def enter(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
+        """Begins a phase; what is still held of the last one is checked against the contract of that one.
+
+        The same phase again (a retried call) gives the same answer.
+        """
+        if (run, iteration, phase) == (self.run, self.iteration, self.phase):
+            return self.violations
+        self.violations = tuple(check(self.phase, self._holdings()))
+        if run and run != self.run:
+            self.peaks.clear()
+        self.run, self.iteration, self.phase = run or self.run, iteration, phase
+        for key in {*self.accounts, *(_key(entry) for entry in self._reported())}:
+            self._raise_peak(key)
+        return self.violations
+
+    def rows(self, run: str = "") -> tuple[LedgerRow, ...]:
+        """Now. Reports carry no run: they belong to the one whose phase it is."""
+        rows = []
+        for key, account in self.accounts.items():
+            size, count = account.by_run.get(run, (0, 0)) if run else (account.size_bytes, account.slab_count)
+            if count:
+                rows.append(LedgerRow(*key, "unspecified", size, count))
+        if run in ("", self.run):
+            reported: dict[Key, int] = {}
+            for entry in self._reported():
+                reported[_key(entry)] = reported.get(_key(entry), 0) + entry.size_bytes
+            rows += [LedgerRow(*key, "unspecified", size) for key, size in reported.items() if size]
+        return tuple(sorted(rows, key=lambda row: (row.object_class, row.role, row.device, row.slab_count)))
+
+    def peak_rows(self, run: str = "") -> tuple[LedgerRow, ...]:
+        """By phase, since the current run began; none for another run."""
+        if run not in ("", self.run):
+            return ()
+        order = list(Phase)
+        peaks = sorted(self.peaks.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+        return tuple(LedgerRow(*key, phase.value, size) for (phase, key), size in peaks if size)
+
+    def table(self) -> str:
+        """The current rows as text, a line each."""
+        lines = [f"{'object class':<20} {'role':<12} {'device':<8} {'bytes':>16} {'slabs':>6}"]
+        for row in self.rows():
+            lines.append(f"{row.object_class:<20} {row.role:<12} {row.device:<8} {row.size_bytes:>16,} "
+                         f"{row.slab_count or '-':>6}")
+        return "\n".join(lines)
+
+    def _reported(self) -> Iterator[ResidencyEntry]:
+        for entries in self.reports.values():
+            yield from entries
+
+    def _raise_peak(self, key: Key, above_bytes: int = 0) -> None:
+        account = self.accounts.get(key)
+        size = account.size_bytes if account else 0
+        size += sum(entry.size_bytes for entry in self._reported() if _key(entry) == key) + above_bytes
+        self.peaks[self.phase, key] = max(self.peaks.get((self.phase, key), 0), size)
+
+    def _holdings(self) -> Iterable[Holding]:
+        for (object_class, role, device), account in self.accounts.items():
+            if object_class != POOL_CLASS:
+                yield Holding(object_class, role, device, slab_residency(object_class, device), account.size_bytes)
+        for entry in self._reported():
+            yield Holding(entry.object_class, entry.role, entry.device, Residency(entry.residency), entry.size_bytes)
+
+
+def _key(held: Slab | ResidencyEntry) -> Key:
+    return held.object_class, held.role, held.device

@@ -1,0 +1,124 @@
+"""The slabs in custody: descriptors, never mappings. `announce`, `accept` and `remove` keep the host limit."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, field, replace
+
+from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
+from rollplex.core.residency import CONTRACT
+from rollplex.memory.slab import Slab
+
+POOL_CLASS = "pinned_pool"
+"""Capacity, not content: what lies in a pool is reported by the engine that put it there."""
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_WRITE_SEALS = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
+
+
+def check_announced(slab: Slab) -> None:
+    """Raises BadInput for a name, class, device or size that cannot be."""
+    parts = slab.name.split("/")
+    if not slab.name.isprintable() or len(slab.name) > 255 or not all(parts):
+        raise BadInput(f"slab name {slab.name!r} must be 1-255 printable characters, without empty parts",
+                       reason="BAD_SLAB_NAME")
+    if slab.object_class not in CONTRACT and slab.object_class != POOL_CLASS:
+        raise BadInput(f"object class {slab.object_class!r} is none of {', '.join([*CONTRACT, POOL_CLASS])}",
+                       reason="BAD_OBJECT_CLASS")
+    if slab.device != "host":
+        raise BadInput(f"slab {slab.name} on device {slab.device!r}: this broker has the host driver only",
+                       reason="NO_DRIVER", device=slab.device)
+    if slab.size_bytes < 1:
+        raise BadInput(f"slab {slab.name} of {slab.size_bytes} bytes; it must have at least 1", reason="BAD_SLAB_SIZE")
+
+
+def check_memfd(slab: Slab, fd: int) -> int:
+    """The inode of a sealed memfd of the slab's size. Raises BadInput naming what does not fit."""
+    def refuse(what: str) -> BadInput:
+        return BadInput(f"slab {slab.name}: {what}", reason="BAD_DESCRIPTOR", slab=slab.name)
+
+    # The name first: asking a pipe or socket for its seals is an error, not an answer.
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+        raise refuse("the descriptor is no memfd")
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise refuse("the memfd is not sealed against shrinking and growing")
+    if seals & _WRITE_SEALS:
+        raise refuse("the memfd is sealed against writing")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise refuse("the descriptor is not open for reading and writing")
+    stat = os.fstat(fd)
+    if stat.st_size != slab.size_bytes:
+        raise refuse(f"the memfd has {stat.st_size} bytes, {slab.size_bytes} were announced")
+    return stat.st_ino
+
+
+@dataclass(slots=True)
+class SlabStore:
+    fds: dict[str, int] = field(default_factory=dict)
+    by_name: dict[str, Slab] = field(default_factory=dict)
+    announced: dict[str, Slab] = field(default_factory=dict)
+    generation: int = 0
+    host_bytes: int = 0
+    """Of all slabs, announced ones included."""
+
+    def get(self, name: str) -> Slab:
+        slab = self.by_name.get(name)
+        if slab is None:
+            raise NotFound(f"no slab {name!r}", reason="SLAB_NOT_FOUND", slab=name)
+        return slab
+
+    def announce(self, slab: Slab) -> None:
+        if slab.name in self.by_name or slab.name in self.announced:
+            raise AlreadyExists(f"slab {slab.name} exists", reason="SLAB_EXISTS", slab=slab.name)
+        self.announced[slab.name] = slab
+        self.host_bytes += slab.size_bytes
+
+    def retract(self, name: str) -> None:
+        """Forgets an announcement whose descriptor will not come. Idempotent."""
+        slab = self.announced.pop(name, None)
+        if slab is not None:
+            self.host_bytes -= slab.size_bytes
+
+    def stamp(self, name: str, fd: int) -> Slab:
+        """The announced slab as it will be, checked against its descriptor. Nothing changes but the generation."""
+        slab = self.announced[name]
+        inode = check_memfd(slab, fd)
+        self.generation += 1
+        return replace(slab, inode=inode, generation=self.generation)
+
+    def accept(self, slab: Slab, fd: int) -> None:
+        """Takes an announced slab and its descriptor into custody."""
+        del self.announced[slab.name]
+        self.by_name[slab.name] = slab
+        self.fds[slab.name] = fd
+
+    def restore(self, slab: Slab, fd: int) -> None:
+        """Takes back what the keeper kept. Raises DataLoss when the descriptor is not the slab that it is said to be."""
+        try:
+            inode = check_memfd(slab, fd)
+        except BadInput as error:
+            raise DataLoss(f"the keeper's descriptor is not the slab: {error}", reason="KEEPER_MISMATCH") from error
+        if inode != slab.inode or slab.generation < 1:
+            raise DataLoss(f"slab {slab.name}: inode {inode}, generation {slab.generation}; inode {slab.inode} was kept",
+                           reason="KEEPER_MISMATCH")
+        self.announce(slab)
+        self.accept(slab, fd)
+        self.generation = max(self.generation, slab.generation)
+
+    def open_for(self, name: str, *, writable: bool) -> int:
+        """A new descriptor for a lease holder, read-only unless `writable`; the caller closes it."""
+        if writable:
+            return fcntl.fcntl(self.fds[name], fcntl.F_DUPFD_CLOEXEC, 0)
+        return os.open(f"/proc/self/fd/{self.fds[name]}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def remove(self, name: str) -> Slab:
+        slab = self.by_name.pop(name)
+        os.close(self.fds.pop(name))
+        self.host_bytes -= slab.size_bytes
+        return slab
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()

@@ -1,0 +1,23 @@
+"""`python -m rollplex.coordinator`: drives iterations; clients talk to it."""
+
+from __future__ import annotations
+
+import sys
+
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.entry import arguments, load_sections, run_service
+
+
+def main() -> None:
+    from rollplex.coordinator.config import CoordinatorConfig
+
+    options = arguments("coordinator", __doc__).parse_args()
+    sections = load_sections(options.config, options.overrides,
+                             {"mesh": MeshSection, "model": ModelSection, "coordinator": CoordinatorConfig})
+    from rollplex.coordinator.server import serve_forever
+
+    serve_forever(sections["mesh"], sections["model"], sections["coordinator"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(main))

@@ -1,0 +1,146 @@
+"""The engines and the broker together: joining, opening runs, binding snapshots, entering phases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from rollplex.memory.client import BrokerSession
+
+from rollplex.coordinator import orders
+from rollplex.coordinator.config import CoordinatorConfig
+from rollplex.coordinator.orders import Order
+from rollplex.coordinator.peers import EngineGroup, OnSamples, Outcome, Place
+from rollplex.coordinator.records import Run
+from rollplex.core.config import MeshSection
+from rollplex.core.errors import InternalError, WrongState
+from rollplex.core.phases import Phase
+from rollplex.core.work import ResidencyEntry, UpdateOrder
+from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
+from rollplex.v1.phase_service_pb2 import JoinResponse
+
+T = TypeVar("T")
+
+
+class Mesh:
+    """All peers of the coordinator but the rewards."""
+
+    def __init__(self, mesh: MeshSection, config: CoordinatorConfig, session: BrokerSession) -> None:
+        def addresses(role: str, count: int) -> dict[str, str]:
+            return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(count)}
+
+        self.trainer = EngineGroup("trainer", addresses("trainer", config.trainer_ranks),
+                                   trainer_service_pb2_grpc.TrainerServiceStub)
+        self.reference = EngineGroup("reference", addresses("reference", config.reference_ranks),
+                                     reference_service_pb2_grpc.ReferenceServiceStub)
+        self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
+                         for name, address in addresses("rollout", config.rollout_replicas).items()]
+        self._session = session
+        self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
+        self._residency: dict[int, list[Sequence[ResidencyEntry]]] = {}
+
+    @property
+    def groups(self) -> list[EngineGroup]:
+        return [self.trainer, self.reference, *self.rollouts]
+
+    def joined(self, name: str) -> JoinResponse | None:
+        """What an engine said when it last joined; None for a service that never did."""
+        return next((rank.joined for group in self.groups for rank in group.ranks if rank.name == name), None)
+
+    def used_groups(self, with_reference: bool) -> list[EngineGroup]:
+        """The groups that an iteration needs; without KL there is no reference work at all."""
+        return [group for group in self.groups if with_reference or group is not self.reference]
+
+    async def broker(self, call: Callable[[BrokerSession], T]) -> T:
+        """Runs a blocking broker call off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
+
+    async def command(self, group: EngineGroup, order: Order, place: Place, on_samples: OnSamples | None = None
+                      ) -> list[Outcome]:
+        """A command to a group; remembers what its ranks hold, for the ledger."""
+        outcomes = await group.command(order, place, on_samples=on_samples)
+        self._residency[id(group)] = [outcome.residency for outcome in outcomes]
+        return outcomes
+
+    async def enter_phase(self, run: str, iteration: int, phase: Phase) -> None:
+        """Declares a phase. Raises InternalError when the one that ended left bytes that the contract forbids."""
+        entries = [entry for ranks in self._residency.values() for rank in ranks for entry in rank]
+
+        def enter(session: BrokerSession) -> Sequence[str]:
+            session.report_residency(entries)
+            return session.enter_phase(run, iteration, phase)
+
+        violations = await self.broker(enter)
+        if violations:
+            raise InternalError("the residency contract is violated: " + "; ".join(violations),
+                                reason="RESIDENCY_VIOLATED")
+
+    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
+        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it."""
+        for group in self.used_groups(with_reference):
+            await group.ensure_joined()
+        self._check_same_layout(with_reference)
+        place = Place(run.name, -1, -1, timeout_s)
+        opened = await self.command(self.trainer, orders.open_run(run.config_json, "", attach=False), place)
+        run.actor_slab, run.snapshot = opened[0].value.actor_slab, opened[0].value.snapshot
+        slabs = sorted({outcome.value.actor_slab for outcome in opened})
+        await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+        await asyncio.gather(*(
+            self.command(group, orders.open_run(run.config_json, run.actor_slab, attach=False), place)
+            for group in self.used_groups(with_reference) if group is not self.trainer))
+        await self.bind(run, timeout_s, with_reference)
+
+    async def ensure_ready(self, run: Run, timeout_s: float, with_reference: bool) -> None:
+        """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
+        groups = self.used_groups(with_reference)
+        for group in groups:
+            await group.ensure_joined()
+        self._check_same_layout(with_reference)
+        await self.broker(lambda session: session.register_snapshot(run.name, [run.actor_slab], run.snapshot))
+        for group in groups:
+            if any(state.open_run != run.name for state in group.states):
+                await self.attach(group, run, timeout_s)
+                if group is self.trainer:
+                    await self.drop_gradients(run, timeout_s)
+        await self.bind(run, timeout_s, with_reference)
+
+    async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:
+        """Has a replaced group re-import the run's slabs."""
+        await self.command(group, orders.open_run(run.config_json, run.actor_slab, attach=True),
+                           Place(run.name, -1, run.snapshot, timeout_s))
+
+    async def drop_gradients(self, run: Run, timeout_s: float) -> None:
+        """Zeroes what an iteration that broke off has left in the trainer's gradient slabs."""
+        order = UpdateOrder(0, 1.0, 0.0, run.optimizer_step + 1, skip=True)
+        await self.command(self.trainer, orders.apply_update(order), Place(run.name, -1, run.snapshot, timeout_s))
+
+    async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> None:
+        """Every engine leases the run's snapshot; all must have bound the same file."""
+        place = Place(run.name, -1, run.snapshot, timeout_s)
+        bound = await asyncio.gather(*(
+            self.command(group, orders.bind_snapshot(), place)
+            for group in self.used_groups(with_reference)))
+        actors = [self.trainer, *self.rollouts]
+        inodes = {outcome.value.slab_inode for group, outcomes in zip(self.used_groups(with_reference), bound)
+                  if group in actors for outcome in outcomes}
+        if len(inodes) != 1:
+            raise InternalError(f"engines bound different actor slabs: inodes {sorted(inodes)}", reason="ACTOR_SPLIT")
+
+    async def quiesce(self, groups: Sequence[EngineGroup], place: Place, *, leave_snapshot: bool) -> None:
+        await asyncio.gather(*(
+            self.command(group, orders.quiesce(leave_snapshot=leave_snapshot), place)
+            for group in groups))
+
+    def _check_same_layout(self, with_reference: bool) -> None:
+        layouts = {state.layout_hash: state.role for group in self.used_groups(with_reference)
+                   for state in group.states}
+        if len(layouts) > 1:
+            raise WrongState(f"engines hold different models or layouts: {layouts}; give all the same [model] section",
+                             reason="LAYOUT_MISMATCH")
+
+    async def close(self) -> None:
+        for group in self.groups:
+            await group.close()
+        self.broker_thread.shutdown()

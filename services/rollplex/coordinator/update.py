@@ -1,0 +1,95 @@
+"""UPDATE, in the order of update-protocol.md, and rolling it forward after a death."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rollplex.coordinator import orders
+from rollplex.coordinator.peers import Place
+from rollplex.coordinator.records import Note, Run, UpdateRecord
+from rollplex.core.config import RunConfig
+from rollplex.core.errors import RollplexError
+from rollplex.core.learning_rate import learning_rate_factor
+from rollplex.core.phases import Phase, PhaseEvent
+from rollplex.core.work import GradientResult, UpdateOrder
+
+if TYPE_CHECKING:
+    from rollplex.coordinator.iteration import IterationWork
+    from rollplex.coordinator.journal import Journal
+    from rollplex.coordinator.mesh import Mesh
+
+ROLL_FORWARD_TRIES = 3
+
+
+async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> None:
+    """Quiesce, norm, UPDATE_BEGIN, chunks, publish. A gradient that is not finite skips all but the first two."""
+    mesh, run = work.mesh, work.run
+    readers = mesh.used_groups(work.with_reference)
+    await mesh.quiesce(readers, work.place(), leave_snapshot=True)
+    await work.move(PhaseEvent.READERS_QUIESCED)
+    with work.timeline.span(Phase.UPDATE, "update"):
+        measured = await mesh.command(mesh.trainer, orders.measure_gradient(), work.place())
+        gradient: GradientResult = measured[0].value
+        work.metrics["actor/grad_norm"] = work.metrics["grad_norm"] = gradient.grad_norm
+        if gradient.finite:
+            await _update(work, mini_batch, gradient)
+        else:
+            await _skip(work, gradient)
+        await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
+    await work.move(PhaseEvent.PUBLISHED if last else PhaseEvent.NEXT_MINI_BATCH)
+
+
+async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult) -> None:
+    optimizer, run = work.config.optimizer, work.run
+    factor = learning_rate_factor(optimizer, run.optimizer_step + 1)
+    record = UpdateRecord(work.key.iteration, mini_batch, run.snapshot, run.optimizer_step + 1,
+                          clip_coefficient(gradient.grad_norm, optimizer.max_grad_norm), factor, gradient.grad_norm)
+    work.metrics["actor/lr"] = work.metrics["learning_rate"] = optimizer.learning_rate * factor
+    work.metrics["rollplex/update_skipped"] = 0.0
+    await work.journal.begin_update(run.name, record)
+    work.update_begun = True
+    try:
+        await _write_and_publish(work.mesh, work.journal, run, record, work.place())
+    except RollplexError as error:
+        work.emit(Note("warning", error.reason, f"the update broke off and is rolled forward: {error}"))
+        await roll_forward(work.mesh, work.journal, run, work.config, record)
+    work.update_begun = False
+
+
+async def _skip(work: IterationWork, gradient: GradientResult) -> None:
+    work.metrics["rollplex/update_skipped"] = 1.0
+    work.emit(Note("warning", "NON_FINITE_GRADIENT",
+                   f"the gradient norm is {gradient.grad_norm}: the update is skipped, snapshot {work.run.snapshot} stays"))
+    await work.mesh.drop_gradients(work.run, work.config.phase_timeout_s)
+
+
+def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
+    """Factor on every gradient, as torch.nn.utils.clip_grad_norm_: min(1, max / (norm + 1e-6)); 1 when clipping is off."""
+    if not max_grad_norm or not math.isfinite(grad_norm):
+        return 1.0
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))
+
+
+async def _write_and_publish(mesh: Mesh, journal: Journal, run: Run, record: UpdateRecord, place: Place) -> None:
+    writers = [rank.name for rank in mesh.trainer.ranks]
+    epoch = await mesh.broker(lambda session: session.begin_update(run.name, record.snapshot, writers))
+    order = UpdateOrder(epoch, record.clip_coefficient, record.learning_rate_factor, record.optimizer_step)
+    await mesh.command(mesh.trainer, orders.apply_update(order), place)
+    await mesh.broker(lambda session: session.publish_snapshot(run.name, epoch, record.snapshot + 1))
+    run.snapshot, run.optimizer_step = record.snapshot + 1, record.optimizer_step
+    await journal.publish(run, record.snapshot)
+
+
+async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig, record: UpdateRecord) -> None:
+    """Finishes an update that was begun: the trainer re-imports its slabs and redoes the chunks that had not flipped."""
+    for tries_left in range(ROLL_FORWARD_TRIES - 1, -1, -1):
+        try:
+            await mesh.trainer.ensure_joined()
+            await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
+            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s)
+            await _write_and_publish(mesh, journal, run, record, place)
+            return
+        except RollplexError:
+            if not tries_left:
+                raise

@@ -1,0 +1,64 @@
+"""A reservation whose tensors keep their address while slabs come and go behind it."""
+
+from __future__ import annotations
+
+import torch
+
+from rollplex.core.errors import WrongState
+from rollplex.core.placement import Placement
+from rollplex.memory import views
+from rollplex.memory.client import SlabLease
+from rollplex.memory.driver import Driver
+
+
+class MappedSlab:
+    """Room for one slab of up to `size_bytes`. `bind` and `unbind` are the pair; not thread-safe."""
+
+    def __init__(self, driver: Driver, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.inode = 0
+        """Of the bound slab; 0 while unbound."""
+        self.writable = False
+        self._driver = driver
+        self._reservation = driver.reserve(size_bytes)
+        self._base = views.base_tensor(self._reservation.address, size_bytes)
+
+    @property
+    def address(self) -> int:
+        return self._reservation.address
+
+    @property
+    def bound(self) -> bool:
+        return self.inode != 0
+
+    def bind(self, lease: SlabLease, *, writable: bool = False) -> None:
+        """Maps the leased slab, in place of the bound one. Raises ValueError when it is larger than the reservation,
+        WrongState for a lost lease and for writing under a READ lease (the system refuses that too)."""
+        if lease.lost:
+            raise WrongState(f"the lease on {lease.slab.name} was lost; lease it again", reason="LEASE_LOST")
+        if writable and lease.mode.value != "write":
+            raise WrongState(f"{lease.slab.name} is leased for reading only", reason="READ_ONLY_LEASE")
+        if self.bound:
+            self.unbind()
+        handle = self._driver.import_fd(lease.fd, lease.slab.size_bytes)
+        try:
+            self._driver.map(self._reservation, handle, writable=writable)
+        finally:
+            self._driver.release(handle)
+        self.inode, self.writable = lease.slab.inode, writable
+
+    def unbind(self) -> None:
+        """Takes the slab away; touching the tensors is a fault until the next bind. Idempotent."""
+        self._driver.unmap(self._reservation)
+        self.inode, self.writable = 0, False
+
+    def tensor(self, placement: Placement) -> torch.Tensor:
+        """A view that lives as long as this object, bound or not. Raises ValueError when it reaches past the end."""
+        return views.tensor(self._base, placement)
+
+    def close(self) -> None:
+        """Gives the addresses back. Tensors made before must not be touched any more."""
+        if self._reservation.size_bytes:
+            self._driver.free(self._reservation)
+            self._reservation = type(self._reservation)(0, 0)
+            self.inode, self.writable = 0, False

@@ -1,0 +1,65 @@
+"""What the broker tells about its slabs, as plain data: the messages of memory_broker_service.proto without proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One physical allocation in the broker's custody."""
+
+    name: str
+    object_class: str
+    """A key of rollplex.core.residency.CONTRACT, or `pinned_pool`."""
+    role: str
+    """Of the process that created it."""
+    device: str
+    """`host`, `cuda:0`, ..."""
+    size_bytes: int
+    generation: int = 0
+    """Grows with every deposition at the broker: two slabs of one name differ in it."""
+    inode: int = 0
+    """0 before deposit."""
+    run: str = ""
+    """Empty for slabs that outlive runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """State of a run's actor."""
+
+    state: str
+    """`valid` or `torn`."""
+    snapshot: int
+    """VALID: its number. TORN: the number being replaced."""
+    update_epoch: int
+    """Of the update while TORN; 0 otherwise."""
+    slabs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """Bytes of one object class that a role holds on a device."""
+
+    object_class: str
+    role: str
+    device: str
+    phase: str
+    """A value of Phase in peaks; `unspecified` in current rows."""
+    size_bytes: int
+    """Each slab counted once, however many engines map it."""
+    slab_count: int = 0
+    """Slabs behind the bytes; 0 for reported bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    rows: tuple[LedgerRow, ...]
+    """Now."""
+    peaks: tuple[LedgerRow, ...]
+    """Largest bytes by phase since the run began."""
+    host_limit_bytes: int
+    """Host bytes that slabs may take in all; 0: no limit."""
+    host_slab_bytes: int
+    """Host bytes in slabs now, announced ones included."""

@@ -1,0 +1,1 @@
+"""Reference: scores responses under the frozen checkpoint. Start with README.md."""

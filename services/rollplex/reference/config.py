@@ -1,0 +1,41 @@
+"""The options of a reference process, read from the mesh's TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.strict import apply_overrides, parse, read_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSection:
+    """[reference]."""
+
+    threads: int = 1
+    """CPU threads of a forward pass. Another number may change a score in its last bits."""
+    suffix_tokens: int = 4096
+    """Response tokens of a group in one forward; whole samples, so a single longer one still runs."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "suffix_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """[model], [mesh] and [reference]; a file's other sections belong to other services."""
+
+    model: ModelSection
+    mesh: MeshSection
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> ReferenceConfig:
+    """Raises BadInput for a missing file, an unknown key and a wrong value, naming the key."""
+    data = apply_overrides(read_toml(path), overrides)
+    own = {key: data[key] for key in ("model", "mesh", "reference") if key in data}
+    return parse(ReferenceConfig, own)

@@ -1,0 +1,169 @@
+"""Reference: detached prefixes while rollout decodes, then log-probabilities under the frozen weights."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollplex.core import work
+from rollplex.core.config import RunConfig
+from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.residency import Residency
+from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.prompts import PromptReader
+from rollplex.engine.residency import ResidencyReport
+from rollplex.memory.arena import Arena, Hold
+from rollplex.memory.client import BrokerSession
+from rollplex.model import (
+    Boundary,
+    VisionLanguageModel,
+    pack_responses,
+    prefix_forward,
+    suffix_forward,
+    token_logprobs,
+)
+from rollplex.reference.weights import ReferenceWeights
+
+BOUNDARY = "boundary_reference"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyPrefix:
+    """A group's boundary, and where its responses continue."""
+
+    boundary: Boundary
+    last_token: int
+    suffix_position: int
+    hold: Hold
+
+
+class ReferenceEngine:
+    """rollplex.rpc.phase_servicer.PhaseEngine, `materialize_prefix` and `score_suffix`.
+
+    It takes over the session and closes it.
+    """
+
+    role = "reference"
+
+    def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
+                 weights: ReferenceWeights, *, suffix_tokens: int) -> None:
+        self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
+        self.layout_hash = layout_hash(model.config, model.layout)
+        self.open_run_name, self.bound_snapshot = "", -1
+        self._session, self._reader, self._model, self._weights = session, reader, model, weights
+        self._suffix_tokens = suffix_tokens
+        self._arena = Arena(self.role, "host")
+        self._report = ResidencyReport(session, self._arena)
+        self._ready: dict[int, ReadyPrefix] = {}
+        model.bind(weights.views())
+        model.requires_grad_(False)
+
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
+                 attach: bool) -> work.OpenRunResult:
+        """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
+        self._weights.open()
+        self._drop_boundaries()
+        self.open_run_name = run
+        return work.OpenRunResult(snapshot=snapshot)
+
+    def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
+        """Notes the number: the reference reads no snapshot. The inode is the frozen weights' own."""
+        self._check_open()
+        self.bound_snapshot = snapshot
+        return work.BindResult(snapshot, len(self._model.layout.tensors), self._weights.inode)
+
+    @torch.inference_mode()
+    def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
+        """Keeps each group's boundary, by group_index; one that was there is replaced.
+
+        Raises WrongState without an open run, DataLoss for a prompt that is not the coordinator's.
+        """
+        self._check_open()
+        hashes = []
+        with self._weights.mapped():
+            for done, group in enumerate(groups, start=1):
+                context.check()
+                inputs = self._reader.read(group)
+                boundary = prefix_forward(self._model, inputs)
+                self._release(group.group_index)
+                hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
+                self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
+                hashes.append(inputs.hash())
+                context.progress(done, len(groups), "groups")
+        self._report.send()
+        return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
+
+    @torch.inference_mode()
+    def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
+                     keep_boundaries: bool) -> work.ScoreResult:
+        """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids.
+
+        Raises BadInput for a temperature of 0 or below and WrongState for a group without a boundary, before scoring any.
+        """
+        self._check_open()
+        if not temperature > 0:
+            raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
+        missing = [group.group_index for group in groups if group.group_index not in self._ready]
+        if missing:
+            raise WrongState(f"no prefix is materialised for groups {missing[:8]} ({len(missing)} in all)",
+                             reason="BOUNDARY_MISSING", groups=missing[:8])
+        samples: list[work.SampleLogprobs] = []
+        with self._weights.mapped():
+            for done, group in enumerate(groups, start=1):
+                context.check()
+                samples += self._score(group, temperature)
+                if not keep_boundaries:
+                    self._release(group.group_index)
+                context.progress(done, len(groups), "groups")
+        self._report.send()
+        return work.ScoreResult(tuple(samples))
+
+    def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
+        """Drops every boundary."""
+        released = self._drop_boundaries()
+        if leave_snapshot:
+            self.bound_snapshot = -1
+        return work.QuiesceResult(released)
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        """Bytes outside slabs, as of the end of the last command; the weights' slab is in the broker's own books."""
+        return self._report.entries
+
+    def close(self) -> None:
+        self._drop_boundaries()
+        self._weights.close()
+        self._session.close()
+
+    def _score(self, group: work.ResponseGroup, temperature: float) -> list[work.SampleLogprobs]:
+        ready = self._ready[group.group_index]
+        responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in group.samples]
+        packed = pack_responses(ready.last_token, responses, ready.suffix_position)
+        scored: list[array] = []
+        for part in packed.micro_batches(self._suffix_tokens):
+            hidden_TD = suffix_forward(self._model, ready.boundary, part)
+            logp_T, _ = token_logprobs(self._model, hidden_TD, part.targets, temperature=temperature,
+                                       forbidden=self._model.config.forbidden_token_ids)
+            scored += [array("f", logp.float().numpy().tobytes()) for logp in part.split(logp_T)]
+        return [work.SampleLogprobs(group.group_index, sample.sample_index, logprobs)
+                for sample, logprobs in zip(group.samples, scored, strict=True)]
+
+    def _check_open(self) -> None:
+        if not self.open_run_name:
+            raise WrongState("no run is open", reason="NO_RUN")
+
+    def _release(self, group_index: int) -> None:
+        ready = self._ready.pop(group_index, None)
+        if ready is not None:
+            ready.boundary.release()
+            ready.hold.release()
+
+    def _drop_boundaries(self) -> int:
+        """Bytes released."""
+        released = self._arena.held_bytes(BOUNDARY)
+        for group_index in list(self._ready):
+            self._release(group_index)
+        self._report.send()
+        return released

@@ -1,0 +1,114 @@
+"""The frozen weights in a host slab of their own: loaded once, found after a restart, mapped only around compute."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollplex.core.errors import WrongState
+from rollplex.core.leases import LeaseMode
+from rollplex.core.placement import Placement
+from rollplex.engine.layout_hash import layout_hash
+from rollplex.memory.client import BrokerSession, SlabLease
+from rollplex.memory.driver import Driver
+from rollplex.memory.mapping import MappedSlab
+from rollplex.model import ActorLayout, ModelConfig, load_into
+
+OBJECT_CLASS = "reference_weights"
+SEAL_BYTES = 32
+"""Behind the weights: a sha256 of what they are, written last, so that a half-loaded slab has none."""
+
+
+class ReferenceWeights:
+    """One rank's slab. `open` once; then `mapped` around each use. Owner thread only."""
+
+    def __init__(self, session: BrokerSession, driver: Driver, config: ModelConfig, layout: ActorLayout,
+                 checkpoint: Path, *, rank: int = 0, device: str = "host") -> None:
+        self.name = f"reference/weights/{device}" + (f"/{rank}" if layout.tp > 1 else "")
+        self.size_bytes = layout.size_bytes + SEAL_BYTES
+        self.was_loaded = False
+        """Whether `open` read the checkpoint, rather than finding the slab of an earlier process."""
+        self._session, self._config, self._layout = session, config, layout
+        self._checkpoint, self._rank, self._device = checkpoint, rank, device
+        self._mapped = MappedSlab(driver, self.size_bytes)
+        self._lease: SlabLease | None = None
+        self._rollout_views = {name: self._mapped.tensor(place) for name, place in layout.placements("").items()}
+        self._seal = self._mapped.tensor(Placement.contiguous("", layout.size_bytes, (SEAL_BYTES,), "uint8"))
+
+    @property
+    def inode(self) -> int:
+        """Of the slab's file; 0 before `open`."""
+        return self._lease.slab.inode if self._lease else 0
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """By training name: the same tensors for ever, readable inside `mapped` only."""
+        return self._layout.training_views(self._rollout_views)
+
+    def open(self) -> None:
+        """Attaches to a slab with these very weights, or creates and fills one. Raises BadInput for a bad checkpoint."""
+        if self._lease is not None and not self._lease.lost:
+            return
+        fingerprint = self._fingerprint()
+        self._ensure_slab()
+        self._lease = self._session.lease(self.name, LeaseMode.READ)
+        with self.mapped():
+            self.was_loaded = self._seal.numpy().tobytes() != fingerprint
+        if not self.was_loaded:
+            return
+        self._release()
+        self._load(fingerprint)
+        self._lease = self._session.lease(self.name, LeaseMode.READ)
+
+    @contextmanager
+    def mapped(self) -> Iterator[None]:
+        """The weights are readable inside. Raises WrongState before `open`."""
+        if self._lease is None:
+            raise WrongState("the reference weights are not open; open a run first", reason="NO_RUN")
+        if self._lease.lost:
+            self._lease = self._session.lease(self.name, LeaseMode.READ)
+        self._mapped.bind(self._lease)
+        try:
+            yield
+        finally:
+            self._mapped.unbind()
+
+    def close(self) -> None:
+        """Drops the lease and the addresses; the slab stays with the broker."""
+        self._release()
+        self._mapped.close()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def _ensure_slab(self) -> None:
+        found = {slab.name: slab for slab in self._session.list_slabs(self.name)}.get(self.name)
+        if found is not None and found.size_bytes != self.size_bytes:
+            self._session.delete(self.name)
+            found = None
+        if found is None:
+            self._session.create(self.name, object_class=OBJECT_CLASS, device=self._device, size_bytes=self.size_bytes)
+
+    def _load(self, fingerprint: bytes) -> None:
+        with self._session.lease(self.name, LeaseMode.WRITE) as lease:
+            self._mapped.bind(lease, writable=True)
+            try:
+                self._seal.zero_()
+                load_into(self._checkpoint, self._config, self.views(), self._rank, self._layout.tp)
+                self._seal.numpy()[:] = np.frombuffer(fingerprint, dtype=np.uint8)
+            finally:
+                self._mapped.unbind()
+
+    def _fingerprint(self) -> bytes:
+        """sha256 over layout, rank and the checkpoint's weight files (path, size, time of change)."""
+        digest = hashlib.sha256(f"{layout_hash(self._config, self._layout)}/{self._rank}".encode())
+        for file in sorted(self._checkpoint.resolve().glob("*.safetensors")):
+            status = file.stat()
+            digest.update(f"{file}:{status.st_size}:{status.st_mtime_ns}\n".encode())
+        return digest.digest()

@@ -1,0 +1,1 @@
+"""The built-in reward: Video-R1's rules, by the problem type of every single sample."""

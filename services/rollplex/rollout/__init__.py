@@ -1,0 +1,1 @@
+"""Rollout: samples responses under one snapshot. Start with README.md."""

@@ -1,0 +1,48 @@
+"""The options of a rollout process, read from the mesh's TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.strict import apply_overrides, parse, read_toml
+
+ENGINES = ("torch",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """[rollout]."""
+
+    engine: str = "torch"
+    """What decodes: `torch`, on the CPU."""
+    threads: int = 1
+    """CPU threads of a forward pass. Another number may change a sample in its last bits."""
+    max_rows: int = 256
+    """Samples decoded at once; a group is never split, so a single larger group still runs. Ignored in deterministic
+    mode, which decodes one group at a time."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        for name in ("threads", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """[model], [mesh] and [rollout]; a file's other sections belong to other services."""
+
+    model: ModelSection
+    mesh: MeshSection
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
+    """Raises BadInput for a missing file, an unknown key and a wrong value, naming the key."""
+    data = apply_overrides(read_toml(path), overrides)
+    own = {key: data[key] for key in ("model", "mesh", "rollout") if key in data}
+    return parse(RolloutConfig, own)

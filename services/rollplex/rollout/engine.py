@@ -1,0 +1,180 @@
+"""Rollout's part that is the same whatever decodes: runs, snapshots, seeds, the stream of finished samples."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from rollplex.core import work
+from rollplex.core.config import RunConfig
+from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.ids import sample_seed
+
+
+@dataclass(frozen=True, slots=True)
+class SeededGroup:
+    """A prompt and what decides its samples."""
+
+    group: work.PreparedGroup
+    seeds: np.ndarray
+    """uint64 [N], one a sample."""
+
+
+@dataclass
+class Tally:
+    """What a generation has come to; the token engine reports here, and asks here whether to go on."""
+
+    context: work.WorkContext
+    groups: Sequence[work.PreparedGroup]
+    prompt_hashes: dict[int, str] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    seconds: Counter = field(default_factory=Counter)
+    _missing: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._missing = {group.group_index: group.sample_count for group in self.groups}
+
+    def check(self) -> None:
+        """Raises Aborted or DeadlineExceeded when the work should end."""
+        self.context.check()
+
+    def prompt(self, group: work.PreparedGroup, prompt_hash: str) -> None:
+        """A prompt was read and its hash recomputed."""
+        self.prompt_hashes[group.group_index] = prompt_hash
+        self.prompt_tokens += len(group.token_ids)
+
+    def finish(self, samples: Sequence[work.FinishedSample]) -> None:
+        """Hands samples on; reports progress when that completes groups."""
+        if not samples:
+            return
+        self.context.samples(samples)
+        before = self.done_count
+        for sample in samples:
+            self.response_tokens += len(sample.token_ids)
+            self._missing[sample.group_index] -= sample.finish_reason != "aborted"
+        if self.done_count > before:
+            self.context.progress(self.done_count, len(self.groups), "groups")
+
+    @property
+    def done_count(self) -> int:
+        """Groups whose samples have all finished."""
+        return sum(not missing for missing in self._missing.values())
+
+    @contextmanager
+    def timed(self, what: Literal["prefill", "decode"]) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - started
+
+
+class TokenEngine(Protocol):
+    """What decodes: the `torch` engine, or vLLM. Owner thread only; tests/contract/rollout is its contract."""
+
+    layout_hash: str
+
+    def open(self, actor_slab: str) -> None:
+        """Chooses the slab that snapshots are bound from."""
+
+    def bind(self, snapshot: int) -> tuple[int, int]:
+        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode)."""
+
+    def unbind(self) -> None:
+        """Unmaps the snapshot and drops the lease. Idempotent."""
+
+    def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
+        """Samples every group. When `tally.check` raises, in-flight samples are handed on as `aborted` first."""
+
+    def release_kv(self) -> int:
+        """Gives back what is left of keys and values; bytes."""
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        """As of the end of the last command; called from any thread."""
+
+    def close(self) -> None: ...
+
+
+class RolloutEngine:
+    """rollplex.rpc.phase_servicer.PhaseEngine, and `generate`."""
+
+    role, rank, tensor_parallel_size = "rollout", 0, 1
+
+    def __init__(self, tokens: TokenEngine) -> None:
+        self.layout_hash = tokens.layout_hash
+        self.open_run_name, self.bound_snapshot = "", -1
+        self._tokens = tokens
+
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
+                 attach: bool) -> work.OpenRunResult:
+        """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
+        if not actor_slab:
+            raise BadInput("rollout needs the name of the actor slab", reason="ACTOR_SLAB_MISSING")
+        self._leave()
+        self._tokens.open(actor_slab)
+        self.open_run_name = run
+        return work.OpenRunResult(actor_slab=actor_slab, snapshot=snapshot)
+
+    def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
+        """Raises WrongState when no run is open or the slab holds another snapshot."""
+        if not self.open_run_name:
+            raise WrongState("no run is open", reason="NO_RUN")
+        bound, inode = self._tokens.bind(snapshot)
+        self.bound_snapshot = snapshot
+        return work.BindResult(snapshot, bound, inode)
+
+    def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
+                 snapshot: int, iteration: int) -> work.GenerateResult:
+        """Samples every group under `snapshot`, streaming finished samples through `context`.
+
+        Raises WrongState for another snapshot than the bound one, BadInput for a request that cannot be sampled,
+        DataLoss for a prompt that is not the coordinator's; Aborted and DeadlineExceeded after handing out the tokens
+        so far.
+        """
+        if snapshot != self.bound_snapshot or snapshot < 0:
+            raise WrongState(f"rollout is bound to snapshot {self.bound_snapshot}, not {snapshot}",
+                             reason="STALE_SNAPSHOT", bound=self.bound_snapshot, expected=snapshot)
+        _check_groups(groups)
+        tally = Tally(context, groups)
+        self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
+        hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
+        return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
+                                   tally.seconds["decode"], hashes)
+
+    def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
+        """No command runs any more: the owner thread is here."""
+        released = self._tokens.release_kv()
+        if leave_snapshot:
+            self._leave()
+        return work.QuiesceResult(released)
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        return self._tokens.residency()
+
+    def close(self) -> None:
+        self._tokens.close()
+
+    def _leave(self) -> None:
+        self._tokens.unbind()
+        self.bound_snapshot = -1
+
+
+def _check_groups(groups: Sequence[work.PreparedGroup]) -> None:
+    seen = Counter(group.group_index for group in groups)
+    for group in groups:
+        if group.sample_count < 1 or seen[group.group_index] > 1:
+            raise BadInput(f"group {group.group_index}: asked for {group.sample_count} samples, "
+                           f"{seen[group.group_index]} time(s) in one request", reason="BAD_GROUP",
+                           group_index=group.group_index)
+
+
+def _seeded(group: work.PreparedGroup, run_seed: int, iteration: int) -> SeededGroup:
+    seeds = [sample_seed(run_seed, iteration, group.prompt_ordinal, index) for index in range(group.sample_count)]
+    return SeededGroup(group, np.array(seeds, dtype=np.uint64))

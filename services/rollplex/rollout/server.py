@@ -1,0 +1,38 @@
+"""Wires a rollout process: config -> broker session -> token engine -> engine -> server."""
+
+from __future__ import annotations
+
+import torch
+
+from rollplex.data.processor import PromptProcessor
+from rollplex.engine.prompts import PromptReader
+from rollplex.memory.client import BrokerSession
+from rollplex.memory.host_driver import HostDriver
+from rollplex.model import init_tensor_parallel, read_model_config
+from rollplex.rollout.config import RolloutConfig
+from rollplex.rollout.engine import RolloutEngine
+from rollplex.rollout.servicer import add_rollout
+from rollplex.rollout.torch_engine import TorchEngine
+from rollplex.rpc.engine_server import serve_engine
+from rollplex.rpc.server import configure_logging, run
+
+
+def build_engine(config: RolloutConfig, process: str) -> RolloutEngine:
+    """Everything behind the servicer. Call it on the owner thread: torch keeps its thread count by thread."""
+    torch.set_num_threads(config.rollout.threads)
+    model, driver = read_model_config(config.model.checkpoint), HostDriver()
+    processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
+    init_tensor_parallel(0, 1)
+    session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process,
+                                    role="rollout")
+    reader = PromptReader(session, driver, processor, model)
+    tokens = TorchEngine(session, driver, reader, model, config.model.dtype, max_rows=config.rollout.max_rows)
+    return RolloutEngine(tokens)
+
+
+def serve_forever(config: RolloutConfig, replica: int) -> None:
+    """Blocks until SIGTERM."""
+    name = f"rollout-{replica}"
+    configure_logging(name)
+    run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, name), add_rollout,
+                     drain_timeout_s=config.mesh.drain_timeout_s))

@@ -1,0 +1,118 @@
+"""The `torch` engine: batched decoding in this process, on the actor slab's own bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rollplex.core import work
+from rollplex.core.errors import Aborted, DeadlineExceeded, InternalError
+from rollplex.core.residency import Residency
+from rollplex.engine.actor import ActorMapping
+from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.prompts import PromptReader
+from rollplex.engine.residency import ResidencyReport
+from rollplex.memory.arena import Arena
+from rollplex.memory.client import BrokerSession
+from rollplex.memory.driver import Driver
+from rollplex.model import ActorLayout, GroupDecoder, ModelConfig
+from rollplex.rollout.admission import admitted_count
+from rollplex.rollout.batch import Batch
+from rollplex.rollout.engine import SeededGroup, Tally
+from rollplex.rollout.sampling import TokenSampler
+
+KV = "rollout_kv"
+
+
+class TorchEngine:
+    """rollplex.rollout.engine.TokenEngine. The decoder is built once: snapshots change behind its tensors' addresses.
+
+    It takes over the session and closes it.
+    """
+
+    def __init__(self, session: BrokerSession, driver: Driver, reader: PromptReader, config: ModelConfig, dtype: str, *,
+                 max_rows: int) -> None:
+        layout = ActorLayout.build(config, 1, dtype)
+        self.layout_hash = layout_hash(config, layout)
+        self._session, self._config, self._reader, self._max_rows = session, config, reader, max_rows
+        self._actor = ActorMapping(session, driver, layout)
+        self._decoder = GroupDecoder(config, layout, self._actor.views())
+        self._arena = Arena("rollout", self._actor.device)
+        self._report = ResidencyReport(session, self._arena)
+
+    def open(self, actor_slab: str) -> None:
+        self._actor.open(actor_slab)
+
+    def bind(self, snapshot: int) -> tuple[int, int]:
+        inode = self._actor.bind(snapshot)
+        return self._bound_parameters(), inode
+
+    def unbind(self) -> None:
+        self._actor.unbind()
+
+    def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
+        sampler = TokenSampler(sampling, self._config.forbidden_token_ids)
+        waiting, batches = deque(groups), []
+        try:
+            while waiting or batches:
+                tally.check()
+                with tally.timed("prefill"):
+                    self._admit(waiting, batches, sampler, tally, sampling.deterministic)
+                with tally.timed("decode"):
+                    for batch in batches:
+                        tally.finish(batch.step())
+                left = [batch for batch in batches if batch.row_count]
+                if len(left) < len(batches):
+                    batches[:] = left
+                    self._account(batches)
+        except (Aborted, DeadlineExceeded):
+            tally.finish([sample for batch in batches for sample in batch.unfinished()])
+            raise
+        finally:
+            for batch in batches:
+                batch.release()
+            self._account([])
+
+    def release_kv(self) -> int:
+        return self._arena.release_class(KV)
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        return self._report.entries
+
+    def close(self) -> None:
+        self._actor.close()
+        self._session.close()
+
+    def _admit(self, waiting: deque[SeededGroup], batches: list[Batch], sampler: TokenSampler, tally: Tally,
+               deterministic: bool) -> None:
+        """Starts a batch with the groups for which there is room."""
+        rows = [seeded.group.sample_count for seeded in waiting]
+        busy = sum(batch.row_count for batch in batches)
+        count = admitted_count(rows, busy, self._max_rows, deterministic=deterministic)
+        members = []
+        for seeded in [waiting.popleft() for _ in range(count)]:
+            tally.check()
+            inputs = self._reader.read(seeded.group)
+            tally.prompt(seeded.group, inputs.hash())
+            members.append((seeded, inputs))
+        if members:
+            pad = self._config.pad_token_id or 0
+            batches.append(Batch(self._decoder, sampler, self._config.eos_token_ids, pad, members))
+            self._account(batches)
+
+    def _account(self, batches: Sequence[Batch]) -> None:
+        """Brings the arena's rollout_kv to what the batches hold, and tells the broker."""
+        self._arena.release_class(KV)
+        size_bytes = sum(batch.size_bytes for batch in batches)
+        if size_bytes:
+            self._arena.hold(KV, Residency.HBM, size_bytes)
+        self._report.send()
+
+    def _bound_parameters(self) -> int:
+        """Weights of the decoder that lie where the layout has them in the slab. InternalError unless all do."""
+        tensors, weights = self._actor.layout.tensors, self._decoder.weights
+        astray = [name for name, tensor in tensors.items()
+                  if weights[name].data_ptr() != self._actor.address + tensor.offset_bytes]
+        if astray:
+            raise InternalError(f"parameters outside the actor slab: {', '.join(astray[:5])} ({len(astray)} in all)")
+        return len(tensors)

@@ -1,0 +1,1 @@
+"""The trainer: exact split training of the actor. Start with README.md."""

@@ -1,0 +1,92 @@
+"""One flat gradient buffer a rank, in the dtype of the optimizer state, accumulated over groups until UPDATE.
+
+Where the model has that dtype, a parameter's `.grad` IS its view of the buffer; otherwise (bfloat16 actor, float32 buffer) a
+hook adds every finished gradient to the view, so that sums over groups are never rounded to the actor's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from rollplex.model import Shard, VisionLanguageModel
+from rollplex.trainer.optimizer_state import StateLayout
+
+
+class GradientBuffer:
+    """`attach` and `detach` are the pair; the buffer's bytes belong to a slab."""
+
+    def __init__(self, layout: StateLayout, slab: torch.Tensor, model: VisionLanguageModel) -> None:
+        self._layout, self._model = layout, model
+        flat = slab[:slab.numel() // 8 * 8].view(getattr(torch, layout.dtype))
+        self.flat = flat[:layout.element_count]
+        """[trainable elements], chunk after chunk."""
+        shapes = {name: shard.shape for name, shard in model.layout.shards.items()}
+        self.views, start = {}, 0
+        for name, count in layout.element_counts:
+            self.views[name] = self.flat[start:start + count].view(shapes[name])
+            start += count
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Trainable parameters take gradients into the buffer; all others take none."""
+        for name, parameter in self._model.parameters_by_name().items():
+            view = self.views.get(name)
+            parameter.grad = None
+            parameter.requires_grad_(view is not None)
+            if view is None:
+                continue
+            if view.dtype == parameter.dtype:
+                parameter.grad = view
+            else:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_to, view)))
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def chunk(self, index: int) -> torch.Tensor:
+        """The gradient of a chunk's elements."""
+        start = self._layout.chunk_starts[index]
+        return self.flat[start:start + self._layout.chunks[index].element_count]
+
+    def sum_replicas(self) -> None:
+        """Adds up gradients of kv heads that several ranks hold; once, after the last backward of a mini-batch."""
+        tp = self._model.tp_size
+        for name, view in self.views.items():
+            shard = self._model.layout.shards[name]
+            if shard.axis is None or shard.pieces == tp:
+                continue
+            whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=view.device)
+            shard.take(whole, self._model.tp_rank).copy_(view)
+            dist.all_reduce(whole, group=self._model.group)
+            view.copy_(shard.take(whole, self._model.tp_rank))
+
+    def norm(self) -> float:
+        """L2 norm over all ranks in float64, each element of the whole model counted once; not finite if any is not."""
+        total = torch.zeros((), dtype=torch.float64)
+        for name, view in self.views.items():
+            if _counts_here(self._model.layout.shards[name], self._model.tp_rank):
+                total += torch.linalg.vector_norm(view, dtype=torch.float64).square().cpu()
+        if self._model.tp_size > 1:
+            dist.all_reduce(total, group=self._model.group)
+        return math.sqrt(value) if math.isfinite(value := float(total)) else value
+
+
+def _add_to(view: torch.Tensor, parameter: torch.Tensor) -> None:
+    view.add_(parameter.grad)
+    parameter.grad = None
+
+
+def _counts_here(shard: Shard, rank: int) -> bool:
+    """Whether this rank is the first that holds its piece of the parameter."""
+    return rank == 0 if shard.axis is None else rank == 0 or shard.piece_of(rank) != shard.piece_of(rank - 1)

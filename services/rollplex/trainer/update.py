@@ -1,0 +1,129 @@
+"""The streamed update: AdamW chunk by chunk, each committed by its flip record, each cast into the slabs that rollout reads.
+
+Protocol: update-protocol.md, "Order inside UPDATE", 4. A chunk goes load -> AdamW -> write-back to a spare slot -> flip ->
+cast. `run` may be interrupted anywhere and called again, by this process or its successor, with the same order: chunks whose
+flip is on record are only cast again, the others are computed from their old slot and the gradient buffer, which changes
+only after the last flip. The result is bit-identical to an unbroken run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rollplex.core.config import OptimizerConfig
+from rollplex.core.errors import WrongState
+from rollplex.core.work import UpdateOrder, UpdateResult
+from rollplex.model import module_of
+from rollplex.trainer.gradients import GradientBuffer
+from rollplex.trainer.optimizer_state import OptimizerState
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring elements of a chunk that are updated alike."""
+
+    start: int
+    stop: int
+    learning_rate: float
+    weight_decay: float
+
+
+class StreamedUpdate:
+    """One update of one rank."""
+
+    def __init__(self, state: OptimizerState, gradients: GradientBuffer, actor_views: Mapping[str, torch.Tensor],
+                 config: OptimizerConfig) -> None:
+        """`actor_views`: by training name, writable for as long as `run` lasts."""
+        self._state, self._gradients, self._config = state, gradients, config
+        self._actor = {name: actor_views[name].view(-1) for name, _ in state.layout.element_counts}
+        self._one_dimensional = {name for name in self._actor if actor_views[name].dim() < 2}
+        self._rates = config.module_learning_rates()
+
+    def run(self, order: UpdateOrder, after_chunk: Callable[[int, int], None] = lambda done, total: None) -> UpdateResult:
+        """Brings every chunk to `order.optimizer_step` and the actor with it. `after_chunk(done, total)` may raise.
+
+        Raises WrongState when the state is neither at this step nor at the one before.
+        """
+        state, chunks = self._state, self._state.layout.chunks
+        self._check_step(order.optimizer_step)
+        item_bytes = torch.empty(0, dtype=getattr(torch, state.layout.dtype)).element_size()
+        moved = peak = 0
+        for index, chunk in enumerate(chunks):
+            if state.step_of(index) != order.optimizer_step:
+                work = self._load(index)
+                self._compute(index, work, order)
+                slot = self._write_back(index, work)
+                state.flip(index, slot, order.optimizer_step)
+                size_bytes = 3 * chunk.element_count * item_bytes
+                moved, peak = moved + 2 * size_bytes, max(peak, size_bytes)
+            self._cast(index)
+            after_chunk(index + 1, len(chunks))
+        state.finish_step(order.optimizer_step)
+        return UpdateResult(len(chunks), moved, peak)
+
+    def _check_step(self, wanted: int) -> None:
+        finished = self._state.optimizer_step
+        if wanted not in (finished, finished + 1):
+            raise WrongState(f"optimizer step {wanted} was ordered; the state is at {finished}", reason="STALE_STEP",
+                             optimizer_step=finished)
+
+    def _load(self, index: int) -> torch.Tensor:
+        """[3, elements] in working memory."""
+        return self._state.current(index).clone()
+
+    def _compute(self, index: int, work: torch.Tensor, order: UpdateOrder) -> None:
+        gradient = self._gradients.chunk(index) * order.clip_coefficient
+        for segment in self._segments(index):
+            part = slice(segment.start, segment.stop)
+            adamw_(work[0, part], work[1, part], work[2, part], gradient[part], self._config,
+                   learning_rate=segment.learning_rate * order.learning_rate_factor, weight_decay=segment.weight_decay,
+                   step=order.optimizer_step)
+
+    def _write_back(self, index: int, work: torch.Tensor) -> int:
+        """Fills a spare slot and returns its number."""
+        slot, target = self._state.spare(index)
+        target.copy_(work)
+        return slot
+
+    def _cast(self, index: int) -> None:
+        """Master weights into the actor, in its dtype."""
+        master, offset = self._state.current(index)[0], 0
+        for span in self._state.layout.chunks[index].spans:
+            size = span.stop - span.start
+            self._actor[span.name][span.start:span.stop].copy_(master[offset:offset + size])
+            offset += size
+
+    def _segments(self, index: int) -> list[Segment]:
+        """Spans joined where learning rate and weight decay agree; biases and norms (1-D) do not decay."""
+        segments: list[Segment] = []
+        offset = 0
+        for span in self._state.layout.chunks[index].spans:
+            stop = offset + span.stop - span.start
+            decay = 0.0 if span.name in self._one_dimensional else self._config.weight_decay
+            rate = self._rates[module_of(span.name)]
+            if segments and (segments[-1].learning_rate, segments[-1].weight_decay) == (rate, decay):
+                segments[-1] = Segment(segments[-1].start, stop, rate, decay)
+            else:
+                segments.append(Segment(offset, stop, rate, decay))
+            offset = stop
+        return segments
+
+
+def adamw_(master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
+           config: OptimizerConfig, *, learning_rate: float, weight_decay: float, step: int) -> None:
+    """AdamW (arXiv 1711.05101, alg. 2) as torch.optim.AdamW computes it, in place on flat tensors of one dtype.
+
+    One rounding an operation: torch's fused addcmul and addcdiv round differently in vector lanes and in the remainder of a
+    loop, and the result would depend on where a chunk begins.
+    """
+    if weight_decay:
+        master.mul_(1 - learning_rate * weight_decay)
+    first.add_((gradient - first).mul_(1 - config.beta1))
+    second.mul_(config.beta2).add_(gradient.square().mul_(1 - config.beta2))
+    scale = math.sqrt(1 - config.beta2**step)
+    denominator = second.sqrt().div_(scale).add_(config.epsilon)
+    master.sub_((first / denominator).mul_(learning_rate / (1 - config.beta1**step)))

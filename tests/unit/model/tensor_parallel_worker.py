@@ -1,0 +1,48 @@
+"""One rank of test_model_tensor_parallel.py, as a script; the test itself measures the single rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tiny_qwen import Bound, bind_model, exact_float64, make_groups, two_stage_loss
+
+from rollplex.model import (
+    destroy_tensor_parallel,
+    init_tensor_parallel,
+    pack_responses,
+    prefix_forward,
+    suffix_forward,
+    sum_replicated_gradients,
+    token_logprobs,
+)
+
+KINDS, LENGTHS = ["video", "text", "one_token", "two_images"], [3, 1, 4]
+
+
+def measure(bound: Bound, saved: str) -> dict:
+    """Loss, gradients by training name, and log-probabilities of the first group."""
+    groups = make_groups(bound.config, KINDS, torch.float64, LENGTHS)
+    loss = two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved, micro_batch_tokens=4)
+    sum_replicated_gradients(bound.model)
+    with torch.no_grad():
+        inputs = groups[0].inputs
+        packed = pack_responses(inputs.last_token, groups[0].responses, inputs.suffix_position)
+        hidden = suffix_forward(bound.model, prefix_forward(bound.model, inputs), packed)
+        logp, entropy = token_logprobs(bound.model, hidden, packed.targets, with_entropy=True)
+    gradients = {name: parameter.grad for name, parameter in bound.model.parameters_by_name().items()}
+    return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy}
+
+
+def main(folder: str, rank: int, size: int, checkpoints: list[str]) -> None:
+    torch.set_num_threads(1)
+    exact_float64(setattr)
+    init_tensor_parallel(rank, size, store=f"file://{folder}/store", timeout_s=60)
+    bounds = [bind_model(Path(checkpoint), torch.float64, tp=size, rank=rank) for checkpoint in checkpoints]
+    torch.save([measure(bound, "recompute") for bound in bounds], f"{folder}/rank{rank}.pt")
+    destroy_tensor_parallel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
