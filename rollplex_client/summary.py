@@ -79,16 +79,16 @@ def compare_overlap(serial: Sequence[IterationRecord], overlap: Sequence[Iterati
 def _parts(record: IterationRecord) -> tuple[float, float, float] | None:
     """(whole, decode, prefix) seconds of an iteration."""
     metrics = record.metrics
-    if "timing_s/step" not in metrics or "timing_s/gen" not in metrics:
+    names = ("timing_s/step", "rollplex/overlap/decode_s", "rollplex/overlap/prefix_s")
+    if any(name not in metrics for name in names):
         return None
-    prefix = metrics.get("timing_s/prefix_reference", 0.0) + metrics.get("timing_s/prefix_trainer", 0.0)
-    return metrics["timing_s/step"], metrics["timing_s/gen"], prefix
+    step_s, decode_s, prefix_s = (metrics[name] for name in names)
+    return step_s, decode_s, prefix_s
 
 
 def summary(history: RunHistory, wall_s: float) -> dict[str, Any]:
     """What every training leaves in summary.json; commands add their own keys."""
-    failed = history.mean("reward/unscored_count")
     return {"run": history.run.name, "iterations": len(history.iterations), "wall_s": wall_s,
             **learning(history), "schedule": history.run.config.get("schedule", "overlap"),
             "snapshot": history.run.snapshot, "phase_s": phase_seconds(history),
-            "tokens_per_s": history.mean("perf/throughput"), "unscored_per_iteration": failed}
+            "tokens_per_s": history.mean("perf/throughput"), "unscored_per_iteration": history.mean("reward/unscored_count")}

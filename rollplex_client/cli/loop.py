@@ -118,5 +118,4 @@ class TrainingLoop:
 
 def refused_groups(error: RollplexError) -> list[int]:
     """Indices of the groups that a refusal names, in its metadata."""
-    text = error.metadata.get("groups") or error.metadata.get("group") or ""
-    return [int(part) for part in text.replace("[", "").replace("]", "").split(",") if part.strip().isdigit()]
+    return [int(part) for part in error.metadata.get("indices", "").split(",") if part.isdigit()]

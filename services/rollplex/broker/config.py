@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.config import MeshSection
-from rollplex.core.strict import apply_overrides, parse, read_toml
+from rollplex.core.entry import load_sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +40,9 @@ class BrokerConfig:
     broker: BrokerSection = field(default_factory=BrokerSection)
 
 
-def load(path: Path | None, overrides: Sequence[str]) -> BrokerConfig:
-    """The two sections of a mesh's file; the others are read, and checked, by those they belong to."""
-    data = apply_overrides(read_toml(path) if path else {}, overrides)
-    return parse(BrokerConfig, {key: data[key] for key in ("mesh", "broker") if key in data})
+def load(path: Path | None, overrides: list[str]) -> BrokerConfig:
+    """The broker's two sections of the mesh's file."""
+    return BrokerConfig(**load_sections(path, overrides, {"mesh": MeshSection, "broker": BrokerSection}))
 
 
 def default_host_limit_bytes() -> int:

@@ -7,15 +7,16 @@ rollplex.rpc.handles; every request is answered in order. One connection owns th
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import resource
 import selectors
-import signal
 import socket
+import sys
 from pathlib import Path
 
+from rollplex.core.config import MeshSection
+from rollplex.core.entry import arguments, load_sections, run_service
 from rollplex.core.errors import BadInput, Forbidden, RollplexError
 from rollplex.rpc.handles import check_peer, error_frame, listen, peer_of, recv_frame, send_frame
 
@@ -94,20 +95,14 @@ class Keeper:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rollplex.broker.keeper", description="Keeps slabs for the broker.")
-    parser.add_argument("--config", type=Path, help="TOML file; [mesh] says where the socket is")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
-    arguments = parser.parse_args()
-    from rollplex.broker.config import load
-
+    parsed = arguments("broker.keeper", "Keeps slabs for the broker's successor.").parse_args()
+    mesh = load_sections(parsed.config, parsed.overrides, {"mesh": MeshSection})["mesh"]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper %(levelname)s %(message)s")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    mesh = load(arguments.config, arguments.overrides).mesh
     mesh.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     Keeper(mesh.keeper_socket).run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_service(main))

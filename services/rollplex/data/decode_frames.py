@@ -173,10 +173,10 @@ class _Video:
         os.lseek(self.fd, 0, os.SEEK_SET)
         options = {"fd": str(self.fd), "protocol_whitelist": "fd", "format_whitelist": VIDEO_FORMATS}
         container = av.open("fd:", options=options)
-        if not container.streams.video:
+        stream = container.streams.best("video")
+        if stream is None:
             container.close()
             raise MediaFault("MEDIA_NO_FRAMES", "has no video stream")
-        stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         _check_source_pixels(self.plan, stream.codec_context.height, stream.codec_context.width)
         return container, stream

@@ -54,8 +54,11 @@ def _grouped(q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, **ho
 
 
 def _block_mask(boundary_tokens: int, sample_index_T: torch.Tensor) -> BlockMask:
+    # As a tensor: an int in the closure would be compiled in, and every prompt length would compile again.
+    boundary = torch.tensor(boundary_tokens, device=sample_index_T.device)
+
     def visible(batch, head, query, key):
-        own = key - boundary_tokens
+        own = key - boundary
         same = sample_index_T[own.clamp(min=0)] == sample_index_T[query]
         return (own < 0) | (same & (own <= query))
 

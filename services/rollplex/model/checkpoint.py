@@ -97,9 +97,7 @@ def _files_by_name(checkpoint: Path, config: ModelConfig) -> dict[str, tuple[str
         try:
             file_of = json.loads((checkpoint / INDEX_FILE).read_text())["weight_map"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise BadInput(
-                f"{checkpoint / INDEX_FILE} is not a weight index", reason="CHECKPOINT_INCOMPLETE"
-            ) from error
+            raise BadInput(f"{checkpoint / INDEX_FILE} is not a weight index", reason="CHECKPOINT_INCOMPLETE") from error
         absent = {file for file in file_of.values() if not (checkpoint / file).is_file()}
         _require(f"{checkpoint} lacks shard files", absent)
     elif (checkpoint / SINGLE_FILE).is_file():
@@ -156,7 +154,8 @@ def save_checkpoint(
     pending: dict[str, torch.Tensor] = {}
     total = size = 0
     for key, tensor in tensors:
-        if not partial.exists():
+        if not total:
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         if pending and size + tensor.nbytes > max_shard_bytes:
             _write_shard(partial, pending, file_of)

@@ -99,8 +99,7 @@ def _from_hf(config: Qwen2_5_VLConfig, eos: int | list[int] | None, pad: int | N
     section = tuple(rope.get("mrope_section", (16, 24, 24)))
     if sum(section) * 2 != head_size:
         raise BadInput(
-            f"mrope_section {list(section)} covers {sum(section)} channel pairs; heads of {head_size} have "
-            f"{head_size // 2}",
+            f"mrope_section {list(section)} covers {sum(section)} channel pairs; heads of {head_size} have {head_size // 2}",
             reason="BAD_MODEL_CONFIG",
         )
     if vision.out_hidden_size != text.hidden_size:

@@ -138,9 +138,7 @@ class GroupDecoder:
         state.step += 1
         return logits_BV
 
-    def _layer(
-        self, index: int, weights: _LayerWeights, hidden_BD: torch.Tensor, rope: Rope, state: DecodeState
-    ) -> torch.Tensor:
+    def _layer(self, index: int, weights: _LayerWeights, hidden_BD: torch.Tensor, rope: Rope, state: DecodeState) -> torch.Tensor:
         config, step = self.config, state.step
         heads, kv_heads = config.head_count, config.kv_head_count
         x_BD = rms_norm(hidden_BD, weights.input_norm, config.rms_norm_eps)
@@ -157,9 +155,7 @@ class GroupDecoder:
         """-> [B, H*d]; one softmax over [boundary; own suffix]."""
         rows, kv_heads, size, length = q_BHd.shape[0], self.config.kv_head_count, self.config.head_size, state.step + 1
         q = q_BHd.reshape(rows * kv_heads, -1, size)
-        keys, values = (
-            x[index][:, :, :length].reshape(rows * kv_heads, length, size) for x in (state.keys, state.values)
-        )
+        keys, values = (x[index][:, :, :length].reshape(rows * kv_heads, length, size) for x in (state.keys, state.values))
         own_scores = torch.bmm(q, keys.transpose(1, 2))
         outputs, own_weights = [], []
         for lot in state.lots:
@@ -179,11 +175,7 @@ def _attend_lot(
     rows = (lot.stop - lot.start) // lot.groups
 
     def by_kv_head(x: torch.Tensor) -> torch.Tensor:
-        return (
-            x.view(lot.groups, rows, kv_heads, group, -1)
-            .transpose(1, 2)
-            .reshape(lot.groups, kv_heads, rows * group, -1)
-        )
+        return x.view(lot.groups, rows, kv_heads, group, -1).transpose(1, 2).reshape(lot.groups, kv_heads, rows * group, -1)
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(lot.groups, kv_heads, rows, group, -1).transpose(1, 2).reshape(-1, group, x.shape[-1])

@@ -81,9 +81,7 @@ class PromptInputs:
 
     def to(self, device: torch.device | str) -> PromptInputs:
         moved = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
+            field.name: value.to(device) for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         return replace(self, **moved)
 

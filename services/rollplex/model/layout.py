@@ -136,9 +136,7 @@ class ActorLayout:
         """Rollout's tensors inside a uint8 tensor over the slab."""
         dtype = getattr(torch, self.dtype)
         return {
-            name: slab_bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
-            .view(dtype)
-            .view(tensor.shape)
+            name: slab_bytes[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].view(dtype).view(tensor.shape)
             for name, tensor in self.tensors.items()
         }
 

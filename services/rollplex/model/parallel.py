@@ -29,9 +29,7 @@ def init_tensor_parallel(
     backend = "nccl" if device.type == "cuda" else "gloo"
     # gloo listens on what the host name resolves to otherwise; a TP group never leaves its node.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend, store=_open_store(store, rank, size, timeout), rank=rank, world_size=size, timeout=timeout
-    )
+    dist.init_process_group(backend, store=_open_store(store, rank, size, timeout), rank=rank, world_size=size, timeout=timeout)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 

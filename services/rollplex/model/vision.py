@@ -42,9 +42,7 @@ def build_tower(config: Qwen2_5_VLVisionConfig, dtype: torch.dtype, device: torc
 def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_block: RunBlock) -> torch.Tensor:
     """pixels [S, C*T*p*p] -> features [S / U, D], both in grid order; `run_block(block, x, ...)` calls a block."""
     unit = tower.spatial_merge_unit
-    window_index, window_bounds = get_vision_window_index(
-        grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size
-    )
+    window_index, window_bounds = get_vision_window_index(grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size)
     frame_bounds = get_vision_cu_seqlens(grid_thw)
 
     def to_windows(x: torch.Tensor) -> torch.Tensor:
@@ -92,9 +90,7 @@ def _window_attention(
     return torch.cat(outputs, dim=1)[:, torch.argsort(torch.cat(rows))], None
 
 
-def _equal_windows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scaling: float
-) -> torch.Tensor:
+def _equal_windows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scaling: float) -> torch.Tensor:
     """[1, h, w*length, d] -> [1, w*length, h, d] with the w windows as a batch."""
     heads, size = query.shape[1], query.shape[-1]
     batch = [x[0].view(heads, -1, length, size).transpose(0, 1) for x in (query, key, value)]

@@ -101,7 +101,7 @@ class ReferenceEngine:
                      keep_boundaries: bool) -> work.ScoreResult:
         """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids.
 
-        Raises BadInput for a temperature of 0 or below and WrongState for a group without a boundary, before scoring any.
+        Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
         """
         self._check_open()
         if not temperature > 0:

@@ -20,12 +20,12 @@ PROCESS = "reference-0"
 
 
 def build_engine(config: ReferenceConfig) -> ReferenceEngine:
-    """Everything behind the servicer. Call it on the owner thread: torch keeps its thread count by thread."""
+    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
+    init_tensor_parallel."""
     torch.set_num_threads(config.reference.threads)
     checkpoint, driver = config.model.checkpoint, HostDriver()
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    init_tensor_parallel(0, 1)
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype))
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=PROCESS,
                                     role="reference")
@@ -37,5 +37,10 @@ def build_engine(config: ReferenceConfig) -> ReferenceEngine:
 def serve_forever(config: ReferenceConfig) -> None:
     """Blocks until SIGTERM."""
     configure_logging(PROCESS)
-    run(serve_engine(PROCESS, config.mesh.address(PROCESS), lambda: build_engine(config), add_reference,
+
+    def build() -> ReferenceEngine:
+        init_tensor_parallel(0, 1)
+        return build_engine(config)
+
+    run(serve_engine(PROCESS, config.mesh.address(PROCESS), build, add_reference,
                      drain_timeout_s=config.mesh.drain_timeout_s))

@@ -50,7 +50,7 @@ class ReferenceWeights:
         return self._layout.training_views(self._rollout_views)
 
     def open(self) -> None:
-        """Attaches to a slab with these very weights, or creates and fills one. Raises BadInput for a bad checkpoint."""
+        """Attaches to a slab with these weights, or creates and fills one. Raises BadInput for a bad checkpoint."""
         if self._lease is not None and not self._lease.lost:
             return
         fingerprint = self._fingerprint()

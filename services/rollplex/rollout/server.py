@@ -18,11 +18,11 @@ from rollplex.rpc.server import configure_logging, run
 
 
 def build_engine(config: RolloutConfig, process: str) -> RolloutEngine:
-    """Everything behind the servicer. Call it on the owner thread: torch keeps its thread count by thread."""
+    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
+    init_tensor_parallel."""
     torch.set_num_threads(config.rollout.threads)
     model, driver = read_model_config(config.model.checkpoint), HostDriver()
     processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    init_tensor_parallel(0, 1)
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process,
                                     role="rollout")
     reader = PromptReader(session, driver, processor, model)
@@ -34,5 +34,9 @@ def serve_forever(config: RolloutConfig, replica: int) -> None:
     """Blocks until SIGTERM."""
     name = f"rollout-{replica}"
     configure_logging(name)
-    run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, name), add_rollout,
-                     drain_timeout_s=config.mesh.drain_timeout_s))
+
+    def build() -> RolloutEngine:
+        init_tensor_parallel(0, 1)
+        return build_engine(config, name)
+
+    run(serve_engine(name, config.mesh.address(name), build, add_rollout, drain_timeout_s=config.mesh.drain_timeout_s))

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import signal
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,19 @@ async def test_transparency_and_rotation(decoder, tmp_path, small_limits):
     with await decoder.decode(media, small_limits, [tmp_path]) as decoded:
         assert contents(decoded)[0].min() == 255
         assert decoded.items[1].shape == (1, 84, 56, 3)
+
+
+async def test_a_video_filmed_upright_stays_upright(decoder, video, small_limits, tmp_path):
+    path = video(width=84, height=56)
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 44
+    quarter_turn_clockwise = (0, 1 << 16, 0, -1 << 16, 0, 0)
+    data[matrix : matrix + 24] = struct.pack(">6i", *quarter_turn_clockwise)
+    path.write_bytes(data)
+    with await decoder.decode([MediaRef("video", str(path))], small_limits, [tmp_path]) as media:
+        (frames,) = contents(media)
+    assert frames.shape == (4, 84, 56, 3)
+    assert frames[0, 20].mean() > frames[0, 60].mean() + 30, "the bright left half is now on top"
 
 
 def cut(path, share=0.6):

@@ -1,4 +1,4 @@
-"""Frame choice and frame size, against transformers' own function and against qwen-vl-utils' rules worked out by hand."""
+"""Frame choice and frame size, against transformers' own function and qwen-vl-utils' rules worked out by hand."""
 
 from __future__ import annotations
 

@@ -81,9 +81,7 @@ def test_any_parallel_size_in_and_out(checkpoints, tmp_path, tp):
     save_checkpoint(
         checkpoints[False], tmp_path / "gather", config, ranks[0], gather=lambda name, local: [r[name] for r in ranks]
     )
-    assert (tmp_path / "gather" / "model.safetensors").read_bytes() == (
-        tmp_path / "list" / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "gather" / "model.safetensors").read_bytes() == (tmp_path / "list" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

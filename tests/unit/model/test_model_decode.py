@@ -49,10 +49,7 @@ def test_weights_are_rollouts_own_bytes(bind):
     for name, tensor in bound.layout.tensors.items():
         assert decoder.weights[name].data_ptr() == start + tensor.offset_bytes
     layer = decoder.layers[1]
-    assert (
-        layer.qkv.data_ptr()
-        == bound.rollout_views["language_model.model.layers.1.self_attn.qkv_proj.weight"].data_ptr()
-    )
+    assert layer.qkv.data_ptr() == bound.rollout_views["language_model.model.layers.1.self_attn.qkv_proj.weight"].data_ptr()
     placements = bound.layout.training_placements("actor")
     for name, parameter in [*decoder.prefill.parameters_by_name().items(), *bound.model.parameters_by_name().items()]:
         assert parameter.data_ptr() == start + placements[name].offset_bytes

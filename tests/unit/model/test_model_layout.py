@@ -103,9 +103,7 @@ def test_bind_checks_the_set(bind):
         bound.model.bind(missing)
     with pytest.raises(BadInput, match="unknown views extra"):
         bound.model.bind({**views, "extra": torch.zeros(1)})
-    with pytest.raises(
-        BadInput, match=r"language_model.norm.weight is torch.float64 \(63,\); expected torch.float64 \(64,\)"
-    ):
+    with pytest.raises(BadInput, match=r"language_model.norm.weight is torch.float64 \(63,\); expected torch.float64 \(64,\)"):
         bound.model.bind({**views, "language_model.norm.weight": torch.zeros(63, dtype=torch.float64)})
     with pytest.raises(BadInput, match="torch.float32"):
         bound.model.bind({**views, "language_model.norm.weight": torch.zeros(64)})

@@ -7,7 +7,8 @@ import torch
 from tiny_qwen import IMAGE, make_prompt, make_responses
 
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.model import pack_responses, prefix_forward, suffix_forward, token_logprobs
+from rollplex.model import attention, pack_responses, prefix_forward, suffix_forward, token_logprobs
+from rollplex.model.attention import suffix_attention, suffix_mask
 
 
 def test_packing_by_hand():
@@ -140,3 +141,17 @@ def test_bad_options_are_refused(scored):
         token_logprobs(bound.model, hidden, targets, temperature=0.0)
     with pytest.raises(BadInput, match="chunk_tokens"):
         token_logprobs(bound.model, hidden, targets, chunk_tokens=0)
+
+
+@pytest.mark.parametrize("boundary_tokens", [0, 1, 37])
+def test_block_mask_means_what_the_dense_mask_means(boundary_tokens):
+    """The CUDA path's mask, run by FlexAttention's eager CPU forward."""
+    samples = torch.tensor([0] * 5 + [1] + [2] * 9)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(15, 4, 16, generator=generator)
+    k, v = (torch.randn(boundary_tokens + 15, 2, 16, generator=generator) for _ in range(2))
+    dense = suffix_attention(q, k, v, suffix_mask(boundary_tokens, samples, torch.float32))
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    block = attention._block_mask(boundary_tokens, samples)
+    flex = attention.flex_attention(*heads_first, block_mask=block, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-5)

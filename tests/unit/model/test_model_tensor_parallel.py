@@ -18,9 +18,7 @@ WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 
 def run_ranks(checkpoints: list[Path], folder: Path, size: int) -> list[list[dict]]:
     """Per rank, one result a checkpoint."""
-    commands = [
-        [sys.executable, str(WORKER), str(folder), str(rank), str(size), *map(str, checkpoints)] for rank in range(size)
-    ]
+    commands = [[sys.executable, str(WORKER), str(folder), str(rank), str(size), *map(str, checkpoints)] for rank in range(size)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process in processes:
         _, errors = process.communicate(timeout=180)

@@ -144,9 +144,7 @@ def exact_float64(set_attribute: Callable[[object, str, object], None]) -> None:
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
-            x.dtype
-        )
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
 
     def rotate(q, k, cos, sin):
         cos, sin = (x.unsqueeze(-2).to(q.dtype) for x in (cos, sin))
@@ -170,9 +168,7 @@ def make_groups(config: ModelConfig, kinds: list[str], dtype: torch.dtype, lengt
     for seed, kind in enumerate(kinds):
         responses = make_responses(lengths, seed=10 + seed)
         generator = torch.Generator().manual_seed(seed)
-        weights = [
-            torch.randn(len(response), generator=generator, dtype=torch.float64).to(dtype) for response in responses
-        ]
+        weights = [torch.randn(len(response), generator=generator, dtype=torch.float64).to(dtype) for response in responses]
         groups.append(Group(make_prompt(config, kind, seed), responses, weights))
     return groups
 
@@ -241,9 +237,7 @@ def two_stage_loss(
         packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
         for part in packed.micro_batches(micro_batch_tokens):
             hidden = suffix_forward(model, boundary, part, "keep" if saved == "keep" else "recompute")
-            logp, _ = token_logprobs(
-                model, hidden, part.targets, temperature=temperature, forbidden=forbidden, chunk_tokens=5
-            )
+            logp, _ = token_logprobs(model, hidden, part.targets, temperature=temperature, forbidden=forbidden, chunk_tokens=5)
             weights = torch.cat([group.weights[i] for i in dict.fromkeys(part.sample_index.tolist())])
             loss = (logp * weights).sum()
             loss.backward()

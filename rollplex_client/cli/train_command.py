@@ -1,0 +1,168 @@
+"""train: any checkpoint of a known architecture, any data file of a known format."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollplex.core.errors import BadInput, RollplexError
+from rollplex_client.cli.artifacts import MetricsFile, write_summary
+from rollplex_client.cli.loop import Plan, TrainingLoop
+from rollplex_client.cli.mesh import mesh_for
+from rollplex_client.cli.mesh_commands import health_display, model_option
+from rollplex_client.cli.output import Output, seconds_text
+from rollplex_client.cli.progress import LiveProgress, Silent
+from rollplex_client.cli.settings import Settings, load, merged
+from rollplex_client.history import RunHistory, read_history
+from rollplex_client.prompts import Prompt, prompt_from_row
+from rollplex_client.report import write_report
+from rollplex_client.results import Event, Iteration, IterationHandle
+from rollplex_client.summary import summary
+from rollplex_client.sync import Client
+
+SPOOL = "spool"
+"""Where media that are embedded in a data file are written, inside the runtime directory."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a data file gave."""
+
+    prompts: list[Prompt]
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """(row number, why)."""
+
+
+class Recorder:
+    """An `Observer` that writes metrics and counts refused prompts, and passes everything on to the display."""
+
+    def __init__(self, display: LiveProgress | Silent, metrics: MetricsFile) -> None:
+        self.refused: list[str] = []
+        self._display, self._metrics = display, metrics
+
+    def on_submit(self, handle: IterationHandle) -> None:
+        self._display.on_submit(handle)
+
+    def on_event(self, event: Event) -> None:
+        self._display.on_event(event)
+
+    def on_result(self, result: Iteration) -> None:
+        self._metrics.add(result)
+        self._display.on_result(result)
+
+    def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
+        self.refused.append(str(error))
+        self._display.on_refused(error, dropped)
+
+
+def train(arguments: argparse.Namespace, output: Output) -> None:
+    settings = load(arguments, _options(arguments))
+    data, section = settings.sections["data"], settings.sections["train"]
+    if data.file is None:
+        raise BadInput("no data: give --data FILE, or file in the [data] section", reason="DATA_MISSING")
+    settings.require_model()
+    name = section.run or time.strftime("train-%Y%m%d-%H%M%S")
+    folder = section.out or Path("runs") / name
+    settings = merged(settings, {"coordinator": {"media_roots": media_roots(settings)}})
+    rows, heldout = read_rows(settings, data.file), read_rows(settings, data.heldout)
+    _note_refused(output, rows, data.file)
+    plan = Plan(name, rows.prompts, heldout.prompts, section.iterations, section.groups_per_iteration,
+                section.validate_every, section.shuffle, settings.run.seed)
+    began = time.monotonic()
+    with health_display(output) as on_health:
+        mesh = mesh_for(settings, timeout_s=arguments.timeout, keep_up=arguments.keep_up, on_health=on_health)
+        mesh.__enter__()
+    try:
+        with Client(settings.coordinator_address) as client:
+            recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows)
+            exported = client.export_checkpoint(name, section.export) if section.export else None
+            history = read_history(client, name)
+    finally:
+        mesh.__exit__(None, None, None)
+    result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts),
+              "rows_refused": rows.refused, "prompts_refused": recorder.refused,
+              "export": exported.path if exported else None}
+    finish(output, folder, history, result)
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command's options as configuration."""
+    data = {"file": arguments.data, "heldout": arguments.heldout, "media_root": arguments.media_root,
+            "filter_bad_rows": arguments.filter_bad_rows}
+    section = {"run": arguments.run, "iterations": arguments.iterations, "out": arguments.out,
+               "groups_per_iteration": arguments.groups_per_iteration, "validate_every": arguments.validate_every,
+               "export": arguments.export}
+    given = {"data": data, "train": section, "run": {"schedule": arguments.schedule}}
+    return {**model_option(arguments),
+            **{name: {key: value for key, value in values.items() if value is not None}
+               for name, values in given.items()}}
+
+
+def media_roots(settings: Settings) -> list[str]:
+    """The configured roots, and where the data files say their media are."""
+    data = settings.sections["data"]
+    folders = [data.media_root] if data.media_root else [path.parent for path in (data.file, data.heldout) if path]
+    roots = [*settings.sections["coordinator"].media_roots, *folders, settings.mesh.runtime_dir / SPOOL]
+    return list(dict.fromkeys(str(Path(root).absolute()) for root in roots))
+
+
+def read_rows(settings: Settings, path: Path | None) -> Rows:
+    """Raises BadInput at the first bad row, unless data.filter_bad_rows."""
+    if path is None:
+        return Rows([])
+    from rollplex.data.datasets import read_dataset
+
+    data = settings.sections["data"]
+    spool = settings.mesh.runtime_dir / SPOOL
+    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refused: list[tuple[int, str]] | None = [] if data.filter_bad_rows else None
+    rows = read_dataset(path, media_root=data.media_root, format=data.format, spool_dir=spool,
+                        require_ground_truth=data.require_ground_truth, refused=refused)
+    if not rows:
+        raise BadInput(f"{path} has no usable row: " + "; ".join(reason for _, reason in (refused or [])[:3]),
+                       reason="EMPTY_DATASET", path=path)
+    return Rows([prompt_from_row(row) for row in rows], refused or [])
+
+
+def _note_refused(output: Output, rows: Rows, path: Path) -> None:
+    if rows.refused:
+        output.note(f"{len(rows.refused)} row(s) of {path} are left out:")
+        for index, reason in rows.refused:
+            output.note(f"  row {index}: {reason}")
+
+
+def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, output: Output, *,
+             filter_bad: bool = False) -> Recorder:
+    """Creates (or continues) the run and carries out the plan. What is done when it is interrupted stays on record."""
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    run = client.create_run(plan.run, settings.run, replace_open_run=True)
+    try:
+        with Silent() if output.json else LiveProgress(output.console, plan.run, plan.iterations) as display:
+            recorder = Recorder(display, metrics)
+            TrainingLoop(client, plan, recorder, filter_bad=filter_bad).train(run)
+    finally:
+        metrics.close()
+    return recorder
+
+
+def finish(output: Output, folder: Path, history: RunHistory, result: dict[str, Any], *renderables: Any) -> None:
+    """Writes summary.json and report.html and prints the result."""
+    report = write_report(folder / "report.html", history, result)
+    result = {**result, "metrics": str(folder / "metrics.jsonl"), "report": str(report)}
+    write_summary(folder, result)
+    output.result(result, *renderables, *_result_lines(result))
+
+
+def _result_lines(result: dict[str, Any]) -> list[str]:
+    def rise(first: str, last: str) -> str:
+        values = [result[key] for key in (first, last)]
+        return "not measured" if None in values else f"{values[0]:.3f} -> {values[1]:.3f}"
+
+    return [f"{result['iterations']} iterations in {seconds_text(result['wall_s'])}, schedule {result['schedule']}",
+            f"reward {rise('reward_first5', 'reward_last5')}, accuracy {rise('accuracy_first5', 'accuracy_last5')}, "
+            f"held-out {rise('heldout_first', 'heldout_last')} (first and last five iterations)",
+            f"report: {result['report']}"]

@@ -1,0 +1,289 @@
+"""The broker's client: sessions and leases of an engine. Synchronous, thread-safe, reconnects by itself; README.md has
+the API."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from rollplex.core.errors import NotFound, RollplexError, Unavailable
+from rollplex.core.leases import LeaseMode
+from rollplex.core.phases import Phase
+from rollplex.core.work import ResidencyEntry
+from rollplex.memory.driver import Driver
+from rollplex.memory.handle_connection import HandleConnection
+from rollplex.memory.host_driver import HostDriver
+from rollplex.memory.slab import Ledger, LedgerRow, Slab, SnapshotInfo
+from rollplex.rpc.channel import sync_channel
+from rollplex.rpc.convert import from_proto, to_proto
+from rollplex.rpc.status import error_from_rpc
+from rollplex.v1 import memory_broker_service_pb2 as pb
+from rollplex.v1 import memory_broker_service_pb2_grpc as pb_grpc
+from rollplex.v1 import types_pb2
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND", "UNAVAILABLE")
+"""Reasons that a new connection may cure; UNAVAILABLE without a closer reason is gRPC's own, of a broker that is down."""
+
+
+class SlabLease:
+    """The right to map a slab, until `release`. Unmap before."""
+
+    def __init__(self, session: BrokerSession, lease_id: str, mode: LeaseMode, slab: Slab, fd: int) -> None:
+        self.lease_id, self.mode, self.slab, self.fd = lease_id, mode, slab, fd
+        self.lost = False
+        """The broker does not know it any more: unbind and lease again."""
+        self._session = session
+
+    def release(self) -> None:
+        """Gives the right back and closes `fd`. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+            self._session._release(self)
+
+    def __enter__(self) -> SlabLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class BrokerSession:
+    """A process's connection to the broker. Made by `connect`; `close` ends it."""
+
+    def __init__(self, address: str, handle_socket: Path, process: str, role: str, timeout_s: float,
+                 driver: Driver) -> None:
+        self.process, self.role, self.driver = process, role, driver
+        self.generation = 0
+        """Connections so far."""
+        self._address, self._handle_socket, self._timeout_s = address, handle_socket, timeout_s
+        self._channel = sync_channel(address)
+        self._stub = pb_grpc.MemoryBrokerServiceStub(self._channel)
+        self._connecting = threading.Lock()
+        self._connection: HandleConnection | None = None
+        self._leases: weakref.WeakValueDictionary[str, SlabLease] = weakref.WeakValueDictionary()
+        self._report: tuple[ResidencyEntry, ...] | None = None
+        self._closed = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
+        self._watcher = threading.Thread(target=self._watch, name=f"{process}-broker-watch", daemon=True)
+
+    @classmethod
+    def connect(cls, address: str, handle_socket: Path, *, process: str, role: str, timeout_s: float = 10.0,
+                driver: Driver | None = None) -> BrokerSession:
+        """Waits up to `timeout_s` for a broker. Raises Unavailable without one, Aborted (PROCESS_NAME_IN_USE) while
+        another live process has the name."""
+        session = cls(address, handle_socket, process, role, timeout_s, driver or HostDriver())
+        try:
+            session._call(lambda connection: None)
+        except BaseException:
+            session.close()
+            raise
+        session._watcher.start()
+        return session
+
+    def create(self, name: str, *, object_class: str, device: str = "host", size_bytes: int, run: str = "") -> Slab:
+        """A new zero-filled slab in the broker's custody. Raises AlreadyExists, or OutOfMemory with the ledger's table."""
+        handle = self.driver.create(size_bytes, name)
+        try:
+            return self.deposit(name, handle.fd, object_class=object_class, device=device, run=run, size_bytes=size_bytes)
+        finally:
+            self.driver.release(handle)
+
+    def deposit(self, name: str, fd: int, *, object_class: str, device: str = "host", run: str = "",
+                size_bytes: int | None = None) -> Slab:
+        """Gives memory made elsewhere into custody; `fd` (a memfd sealed against resizing) stays the caller's."""
+        size = os.fstat(fd).st_size if size_bytes is None else size_bytes
+        slab = pb.Slab(name=name, object_class=object_class, role=self.role, device=device, size_bytes=size, run=run)
+
+        def work(connection: HandleConnection) -> Slab:
+            request = pb.CreateSlabRequest(session=connection.session, slab=slab)
+            return connection.deposit(self._rpc(self._stub.CreateSlab, request).deposit_ticket, fd)
+
+        return self._call(work)
+
+    def lease(self, slab: str, mode: LeaseMode, *, snapshot: int | None = None,
+              update_epoch: int | None = None) -> SlabLease:
+        """Raises Aborted (LEASE_CONFLICT) naming the holders; WrongState for an actor's wrong snapshot or epoch."""
+        wire_mode = pb.LEASE_MODE_READ if mode is LeaseMode.READ else pb.LEASE_MODE_WRITE
+
+        def work(connection: HandleConnection) -> SlabLease:
+            request = pb.AcquireLeaseRequest(session=connection.session, slab=slab, mode=wire_mode, snapshot=snapshot,
+                                             update_epoch=update_epoch)
+            granted = self._rpc(self._stub.AcquireLease, request)
+            found, fd = connection.redeem(granted.ticket)
+            lease = SlabLease(self, granted.lease_id, mode, found, fd)
+            self._leases[lease.lease_id] = lease
+            return lease
+
+        return self._call(work)
+
+    def list_slabs(self, prefix: str = "") -> tuple[Slab, ...]:
+        answer = self._ask(self._stub.ListSlabs, lambda _: pb.ListSlabsRequest(name_prefix=prefix))
+        return tuple(from_proto(Slab, slab) for slab in answer.slabs)
+
+    def delete(self, name: str) -> int:
+        """Bytes given back. Raises WrongState (SLAB_LEASED) while others lease it."""
+        answer = self._ask(self._stub.DeleteSlab, lambda session: pb.DeleteSlabRequest(session=session, name=name))
+        return answer.size_bytes
+
+    def register_snapshot(self, run: str, slabs: Sequence[str], snapshot: int) -> None:
+        """Declares the slabs to be the run's actor, VALID at `snapshot`. Idempotent."""
+        self._ask(self._stub.RegisterSnapshot,
+                  lambda _: pb.RegisterSnapshotRequest(run=run, slabs=slabs, snapshot=snapshot))
+
+    def begin_update(self, run: str, snapshot: int, writers: Sequence[str]) -> int:
+        """The update epoch. Raises Aborted (READERS_REMAIN) naming who still leases the actor besides the writers."""
+        answer = self._ask(self._stub.BeginUpdate,
+                           lambda _: pb.BeginUpdateRequest(run=run, snapshot=snapshot, writers=writers))
+        return answer.update_epoch
+
+    def publish_snapshot(self, run: str, update_epoch: int, snapshot: int) -> None:
+        """Makes k + 1 readable. Idempotent. Raises Aborted (WRITERS_REMAIN) while a WRITE lease lives."""
+        self._ask(self._stub.PublishSnapshot,
+                  lambda _: pb.PublishSnapshotRequest(run=run, update_epoch=update_epoch, snapshot=snapshot))
+
+    def get_snapshot(self, run: str) -> SnapshotInfo:
+        """Raises NotFound before registration."""
+        return from_proto(SnapshotInfo, self._ask(self._stub.GetSnapshot, lambda _: pb.GetSnapshotRequest(run=run)))
+
+    def enter_phase(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
+        """What violated the residency contract when the last phase ended; empty when it held."""
+        wire_phase = types_pb2.Phase.Value(f"PHASE_{phase.value.upper()}")
+        answer = self._ask(self._stub.EnterPhase,
+                           lambda _: pb.EnterPhaseRequest(run=run, iteration=iteration, phase=wire_phase))
+        return tuple(answer.violations)
+
+    def report_residency(self, entries: Sequence[ResidencyEntry]) -> None:
+        """What this process holds outside slabs, in place of its last report. Repeated to a restarted broker."""
+        self._report = tuple(entries)
+        self._call(self._send_report)
+
+    def ledger(self, run: str = "") -> Ledger:
+        answer = self._ask(self._stub.GetLedger, lambda _: pb.GetLedgerRequest(run=run))
+        rows, peaks = ([from_proto(LedgerRow, row) for row in part] for part in (answer.rows, answer.peaks))
+        return Ledger(tuple(rows), tuple(peaks), answer.host_limit_bytes, answer.host_slab_bytes)
+
+    def close(self) -> None:
+        """Says that nothing is mapped any more and ends the session with its leases. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.write(self._wake_write, b"x")
+        if self._watcher.ident is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(self._timeout_s)
+        with self._connecting:
+            if self._connection is not None:
+                self._connection.say_bye()
+                self._connection.close()
+        for lease in list(self._leases.values()):
+            lease.release()
+        self._channel.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def __enter__(self) -> BrokerSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, method: Callable[..., Any], request: Callable[[str], Any]) -> Any:
+        """One RPC whose request is made from the session's secret."""
+        return self._call(lambda connection: self._rpc(method, request(connection.session)))
+
+    def _rpc(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
+    def _call(self, work: Callable[[HandleConnection], T]) -> T:
+        """`work` with a live connection; done again with a new one as long as the broker is away and time is left."""
+        deadline = time.monotonic() + self._timeout_s
+        failed: HandleConnection | None = None
+        while True:
+            if self._closed:
+                raise Unavailable("the broker session is closed", reason="SESSION_CLOSED")
+            try:
+                connection = self._connected(failed)
+                failed = connection
+                return work(connection)
+            except RollplexError as error:
+                if error.reason not in _LOST or time.monotonic() > deadline:
+                    raise
+            # Nothing announces a broker that is back; the deadline bounds this.
+            time.sleep(0.02)
+
+    def _connected(self, failed: HandleConnection | None) -> HandleConnection:
+        """The connection; a new one in place of `failed`."""
+        with self._connecting:
+            if self._connection is not None and self._connection is not failed:
+                return self._connection
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            connection = HandleConnection(self._handle_socket, self.process, self.role, self._timeout_s)
+            self._connection = connection
+            self.generation += 1
+            self._take_up(connection)
+            return connection
+
+    def _take_up(self, connection: HandleConnection) -> None:
+        """After a reconnect: which leases go on, and the report that the new broker lacks."""
+        known = dict(self._leases)
+        for lease_id, lease in known.items():
+            lease.lost = lease_id not in connection.resumed
+        with contextlib.suppress(Unavailable):
+            for lease_id in connection.resumed:
+                # Granted just before the loss: its answer never came.
+                if lease_id not in known:
+                    self._rpc(self._stub.ReleaseLease,
+                              pb.ReleaseLeaseRequest(session=connection.session, lease_id=lease_id))
+            self._send_report(connection)
+
+    def _send_report(self, connection: HandleConnection) -> None:
+        if self._report is not None:
+            entries = [to_proto(entry, types_pb2.ResidencyEntry) for entry in self._report]
+            self._rpc(self._stub.ReportResidency,
+                      pb.ReportResidencyRequest(session=connection.session, entries=entries))
+
+    def _release(self, lease: SlabLease) -> None:
+        self._leases.pop(lease.lease_id, None)
+        if self._closed:
+            return
+        with contextlib.suppress(NotFound):
+            self._ask(self._stub.ReleaseLease,
+                      lambda session: pb.ReleaseLeaseRequest(session=session, lease_id=lease.lease_id))
+
+    def _watch(self) -> None:
+        """Reconnects as soon as the connection is lost, so that leases live on although nobody calls."""
+        while not self._closed:
+            connection = self._connection
+            if connection is not None and not connection.wait_lost(self._wake_read):
+                return
+            try:
+                self._call_watch(connection)
+            except RollplexError as error:
+                log.warning("%s: no broker: %s", self.process, error)
+
+    def _call_watch(self, lost: HandleConnection | None) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._closed:
+            try:
+                self._connected(lost)
+                return
+            except RollplexError as error:
+                if error.reason not in _LOST or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
