@@ -10,9 +10,10 @@ from typing import Any
 
 from rollplex.core.errors import RollplexError
 from rollplex_client.cli import mesh
-from rollplex_client.cli.output import Output, seconds_text, size_text
+from rollplex_client.cli.output import Output
 from rollplex_client.cli.settings import Settings, load
 from rollplex_client.cli.supervision import Supervisor
+from rollplex_client.formatting import seconds_text, size_text
 from rollplex_client.results import LedgerEntry, Mesh
 from rollplex_client.sync import Client
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollplex.core.errors import BadInput
 from rollplex.core.strict import to_toml
 from rollplex_client.cli.settings import Settings
 
@@ -31,8 +32,12 @@ class Program:
     module: str
     section: str
     """Its section of the configuration."""
-    rank: int | None = None
+    arguments: tuple[str, ...] = ()
     serves_grpc: bool = True
+
+
+RANK_OPTIONS = {"trainer": "--rank", "reference": "--rank", "rollout": "--replica"}
+CLIENT_SECTIONS = ("data", "train")
 
 
 def programs(settings: Settings) -> list[Program]:
@@ -42,10 +47,27 @@ def programs(settings: Settings) -> list[Program]:
               Program("broker", "rollplex.broker", "broker")]
     for role, count in (("trainer", coordinator.trainer_ranks), ("reference", coordinator.reference_ranks),
                         ("rollout", coordinator.rollout_replicas)):
-        wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, rank) for rank in range(count)]
+        # Rank 0 is the default of every entry point.
+        wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, (RANK_OPTIONS[role], str(rank)) if rank else ())
+                   for rank in range(count)]
     if coordinator.builtin_reward:
         wanted.append(Program("reward", "rollplex.reward", "reward"))
     return [*wanted, Program("coordinator", "rollplex.coordinator", "coordinator")]
+
+
+def service_config(settings: Settings) -> dict[str, Any]:
+    """What the services read. Raises BadInput where two sections contradict each other."""
+    ranks, parallel = settings.sections["coordinator"].trainer_ranks, settings.sections["trainer"].tensor_parallel_size
+    if ranks != parallel:
+        raise BadInput(f"coordinator.trainer_ranks is {ranks}, trainer.tensor_parallel_size is {parallel}; "
+                       "they must be equal", reason="BAD_CONFIG")
+    plain = {name: section for name, section in settings.plain().items() if name not in CLIENT_SECTIONS}
+    address = settings.mesh.address("reward")
+    if plain["reward"]["address"] not in ("", address):
+        raise BadInput(f"reward.address is {plain['reward']['address']}, but the mesh looks for it at {address}; write "
+                       "mesh.addresses = [\"reward=...\"] instead", reason="BAD_CONFIG")
+    plain["reward"]["address"] = address
+    return plain
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:
@@ -56,7 +78,7 @@ def write_files(settings: Settings) -> Path:
     """Writes effective.toml and supervisord.conf into the runtime directory; returns the latter."""
     runtime_dir = settings.mesh.runtime_dir
     (runtime_dir / "logs").mkdir(mode=0o700, exist_ok=True)
-    (runtime_dir / EFFECTIVE_CONFIG).write_text(to_toml(settings.plain()))
+    (runtime_dir / EFFECTIVE_CONFIG).write_text(to_toml(service_config(settings)))
     path = runtime_dir / SUPERVISOR_CONFIG
     path.write_text(supervisor_config(settings))
     return path
@@ -80,9 +102,7 @@ def supervisor_config(settings: Settings) -> str:
 
 def _program_options(settings: Settings, program: Program, order: int) -> dict[str, Any]:
     runtime_dir = settings.mesh.runtime_dir
-    command = [sys.executable, "-m", program.module, "--config", str(runtime_dir / EFFECTIVE_CONFIG)]
-    if program.rank is not None:
-        command += ["--rank", str(program.rank)]
+    command = [sys.executable, "-m", program.module, "--config", str(runtime_dir / EFFECTIVE_CONFIG), *program.arguments]
     return {
         "command": shlex.join(command), "priority": order, "autostart": "true", "autorestart": "true",
         "startsecs": 2, "startretries": 5, "stopsignal": "TERM",

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollplex_client.cli.output import Output, size_text
+from rollplex_client.cli.output import Output
 from rollplex_client.cli.settings import load
+from rollplex_client.formatting import size_text
 from rollplex_client.history import read_history
 from rollplex_client.report import write_report
 from rollplex_client.results import Sample

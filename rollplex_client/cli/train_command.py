@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from rollplex_client.cli.artifacts import MetricsFile, write_summary
 from rollplex_client.cli.loop import Plan, TrainingLoop
 from rollplex_client.cli.mesh import mesh_for
 from rollplex_client.cli.mesh_commands import health_display, model_option
-from rollplex_client.cli.output import Output, seconds_text
+from rollplex_client.cli.output import Output
 from rollplex_client.cli.progress import LiveProgress, Silent
 from rollplex_client.cli.settings import Settings, load, merged
+from rollplex_client.formatting import seconds_text
 from rollplex_client.history import RunHistory, read_history
 from rollplex_client.prompts import Prompt, prompt_from_row
 from rollplex_client.report import write_report
@@ -73,16 +75,14 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
     plan = Plan(name, rows.prompts, heldout.prompts, section.iterations, section.groups_per_iteration,
                 section.validate_every, section.shuffle, settings.run.seed)
     began = time.monotonic()
-    with health_display(output) as on_health:
-        mesh = mesh_for(settings, timeout_s=arguments.timeout, keep_up=arguments.keep_up, on_health=on_health)
-        mesh.__enter__()
-    try:
-        with Client(settings.coordinator_address) as client:
-            recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows)
-            exported = client.export_checkpoint(name, section.export) if section.export else None
-            history = read_history(client, name)
-    finally:
-        mesh.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        with health_display(output) as on_health:
+            stack.enter_context(mesh_for(settings, timeout_s=arguments.timeout, keep_up=arguments.keep_up,
+                                         on_health=on_health))
+        client = stack.enter_context(Client(settings.coordinator_address))
+        recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows)
+        exported = client.export_checkpoint(name, section.export) if section.export else None
+        history = read_history(client, name)
     result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts),
               "rows_refused": rows.refused, "prompts_refused": recorder.refused,
               "export": exported.path if exported else None}

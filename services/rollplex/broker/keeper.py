@@ -7,6 +7,7 @@ rollplex.rpc.handles; every request is answered in order. One connection owns th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -42,15 +43,13 @@ class Keeper:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        try:
-            check_peer(peer_of(connection))
-        except Forbidden as error:
-            log.warning("refused: %s", error)
-            connection.close()
-            return
         connection.settimeout(SEND_TIMEOUT_S)
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            check_peer(peer_of(connection))
+        except Forbidden as error:
+            self._fail(connection, error)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -59,14 +58,13 @@ class Keeper:
                 self._close(connection)
                 return
             self._handle(connection, *frame)
-        except (RollplexError, KeyError, OSError) as error:
-            log.warning("connection closed: %s: %s", type(error).__name__, error)
-            if isinstance(error, BadInput):
-                send_frame(connection, error_frame(error))
-            self._close(connection)
+        except (BadInput, KeyError, OSError) as error:
+            self._fail(connection, error)
 
     def _handle(self, connection: socket.socket, message: dict, fd: int | None) -> None:
         op = message.get("op")
+        if op != "put" and fd is not None:
+            os.close(fd)
         if op == "put":
             self._drop(message["name"])
             self._records[message["name"]] = message["metadata"], fd
@@ -87,6 +85,13 @@ class Keeper:
         _, fd = self._records.pop(name, ({}, None))
         if fd is not None:
             os.close(fd)
+
+    def _fail(self, connection: socket.socket, error: Exception) -> None:
+        log.warning("connection closed: %s: %s", type(error).__name__, error)
+        if isinstance(error, RollplexError):
+            with contextlib.suppress(OSError):
+                send_frame(connection, error_frame(error))
+        self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
         self._connections.discard(connection)

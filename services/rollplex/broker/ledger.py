@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollplex.broker.slabs import POOL_CLASS
 from rollplex.core.phases import Phase
 from rollplex.core.residency import CONTRACT, Holding, Residency, check
 from rollplex.core.work import ResidencyEntry
-from rollplex.memory.slab import LedgerRow, Slab
+from rollplex.memory.slab import POOL_CLASS, LedgerRow, Slab
 
 Key = tuple[str, str, str]
 """Object class, role, device."""

@@ -52,16 +52,16 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
 
     async def RegisterSnapshot(self, request: pb.RegisterSnapshotRequest,
                                context: aio.ServicerContext) -> pb.RegisterSnapshotResponse:
-        await self._custody.register_snapshot(request.run, tuple(request.slabs), request.snapshot)
+        await self._custody.grants.register_snapshot(request.run, tuple(request.slabs), request.snapshot)
         return pb.RegisterSnapshotResponse()
 
     async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: aio.ServicerContext) -> pb.BeginUpdateResponse:
-        epoch = await self._custody.begin_update(request.run, request.snapshot, frozenset(request.writers))
+        epoch = await self._custody.grants.begin_update(request.run, request.snapshot, frozenset(request.writers))
         return pb.BeginUpdateResponse(update_epoch=epoch)
 
     async def PublishSnapshot(self, request: pb.PublishSnapshotRequest,
                               context: aio.ServicerContext) -> pb.PublishSnapshotResponse:
-        await self._custody.publish_snapshot(request.run, request.update_epoch, request.snapshot)
+        await self._custody.grants.publish_snapshot(request.run, request.update_epoch, request.snapshot)
         return pb.PublishSnapshotResponse()
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: aio.ServicerContext) -> pb.GetSnapshotResponse:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
 from rollplex.core.residency import CONTRACT
-from rollplex.memory.slab import Slab
+from rollplex.memory.slab import POOL_CLASS, Slab
 
-POOL_CLASS = "pinned_pool"
-"""Capacity, not content: what lies in a pool is reported by the engine that put it there."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WRITE_SEALS = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
@@ -38,7 +37,7 @@ def check_memfd(slab: Slab, fd: int) -> int:
         return BadInput(f"slab {slab.name}: {what}", reason="BAD_DESCRIPTOR", slab=slab.name)
 
     # The name first: asking a pipe or socket for its seals is an error, not an answer.
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+    if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/memfd:"):
         raise refuse("the descriptor is no memfd")
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SIZE_SEALS != _SIZE_SEALS:

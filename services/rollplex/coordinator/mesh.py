@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from rollplex.memory.client import BrokerSession
-
 from rollplex.coordinator import orders
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.orders import Order
@@ -18,6 +16,7 @@ from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.phases import Phase
 from rollplex.core.work import ResidencyEntry, UpdateOrder
+from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 from rollplex.v1.phase_service_pb2 import JoinResponse
 

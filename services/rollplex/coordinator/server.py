@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 from grpc import aio
-from rollplex.memory.client import BrokerSession
 
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.engine import Coordinator
@@ -19,6 +18,7 @@ from rollplex.coordinator.servicer import CoordinatorServicer
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.data.decoder import MediaDecoder
 from rollplex.data.processor import PromptProcessor
+from rollplex.memory.client import BrokerSession
 from rollplex.rpc.server import configure_logging, prepare_runtime_dir, run, serve
 from rollplex.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 

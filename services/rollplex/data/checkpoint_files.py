@@ -37,9 +37,7 @@ def check_processor_files(checkpoint: Path) -> None:
     try:
         model_type = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as error:
-        raise BadInput(
-            f"checkpoint {checkpoint}: config.json is no JSON object: {error}", reason="BAD_CHECKPOINT"
-        ) from error
+        raise BadInput(f"checkpoint {checkpoint}: config.json is no JSON object: {error}", reason="BAD_CHECKPOINT") from error
     if model_type != MODEL_TYPE:
         raise BadInput(
             f"checkpoint {checkpoint} is of model_type {model_type!r}; {MODEL_TYPE!r} is what runs here",

@@ -68,9 +68,7 @@ def read_dataset(
     return rows
 
 
-def split_valid(
-    rows: Sequence[PromptRow], check: Callable[[PromptRow], None]
-) -> tuple[list[PromptRow], list[tuple[int, str]]]:
+def split_valid(rows: Sequence[PromptRow], check: Callable[[PromptRow], None]) -> tuple[list[PromptRow], list[tuple[int, str]]]:
     """(rows that `check` accepts, [(index, reason)] of those it refuses: BadInput, Forbidden, DeadlineExceeded)."""
     valid: list[PromptRow] = []
     refused: list[tuple[int, str]] = []
@@ -92,9 +90,7 @@ def _build(raw: Any, index: int, format: Format, options: RowOptions) -> PromptR
     if name == "conversational" and not any(column in raw for column in row_formats.PROMPT_COLUMNS):
         missing = [" or ".join(row_formats.PROMPT_COLUMNS)]
     if missing:
-        raise BadInput(
-            f"a {name} row needs the column {', '.join(missing)}; there are {', '.join(raw)}", reason="BAD_ROW"
-        )
+        raise BadInput(f"a {name} row needs the column {', '.join(missing)}; there are {', '.join(raw)}", reason="BAD_ROW")
     row = _BUILDERS[name](raw, index, options)
     check_row(row)
     return row
@@ -126,9 +122,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise BadInput(
-            f"data file {path} is no parquet that can be read: {error}", reason="BAD_DATASET", path=path
-        ) from error
+        raise BadInput(f"data file {path} is no parquet that can be read: {error}", reason="BAD_DATASET", path=path) from error
 
 
 def _json_rows(path: Path) -> Iterator[Any]:

@@ -153,12 +153,8 @@ class _Video:
     def clip(self, room_bytes: int) -> Clip:
         try:
             self._read_index()
-            indices = frame_indices(
-                self.total, self.rate, **{key: self.plan[key] for key in ("fps", "min_frames", "max_frames")}
-            )
-            picked = (self._pick_seeking(indices, room_bytes) if self.times else None) or self._pick(
-                indices, room_bytes
-            )
+            indices = frame_indices(self.total, self.rate, **{key: self.plan[key] for key in ("fps", "min_frames", "max_frames")})
+            picked = (self._pick_seeking(indices, room_bytes) if self.times else None) or self._pick(indices, room_bytes)
         except av.error.EOFError as error:
             raise MediaFault("MEDIA_NO_FRAMES", "ends before its first frame") from error
         except av.error.FFmpegError as error:

@@ -143,9 +143,7 @@ class DecodeProcess:
         loop = asyncio.get_running_loop()
         while len(data) < count:
             try:
-                piece, ancdata, _, _ = self._sock.recvmsg(
-                    count - len(data), wire.ancillary_space(4), socket.MSG_CMSG_CLOEXEC
-                )
+                piece, ancdata, _, _ = self._sock.recvmsg(count - len(data), wire.ancillary_space(4), socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 await _ready(self._sock, loop.add_reader, loop.remove_reader)
                 continue

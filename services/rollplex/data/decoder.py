@@ -228,19 +228,11 @@ def _out_of_memory(paths: list[str], limits: MediaLimits) -> BadInput:
     )
 
 
-async def _death(
-    child: DecodeProcess, paths: list[str], limits: MediaLimits, after_s: float
-) -> BadInput | DeadlineExceeded:
+async def _death(child: DecodeProcess, paths: list[str], limits: MediaLimits, after_s: float) -> BadInput | DeadlineExceeded:
     code = await child.exit_code()
     if code == -signal.SIGXCPU:
         return _late(paths, limits)
-    how = (
-        "hung up"
-        if code is None
-        else f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"exited with {code}"
-    )
+    how = "hung up" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     return BadInput(
         f"the process decoding {_named(paths)} {how} after {after_s:.1f} s; the file is broken, or it needs more than "
         f"{limits.child_memory_bytes} bytes of memory (child_memory_bytes)",

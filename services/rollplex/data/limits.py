@@ -57,8 +57,6 @@ class MediaLimits:
             ("image_min_pixels", "image_max_pixels"),
         ):
             if getattr(self, low) > getattr(self, high):
-                raise BadInput(
-                    f"media limit {low} {getattr(self, low)} is over {high} {getattr(self, high)}", reason="BAD_LIMIT"
-                )
+                raise BadInput(f"media limit {low} {getattr(self, low)} is over {high} {getattr(self, high)}", reason="BAD_LIMIT")
         if self.max_frames < 2:
             raise BadInput(f"media limit max_frames is {self.max_frames}; frames are kept in pairs", reason="BAD_LIMIT")

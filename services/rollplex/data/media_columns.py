@@ -126,9 +126,7 @@ def _data_uri(value: str, column: str) -> bytes:
             raise ValueError("it is not base64")
         return base64.b64decode(body, validate=True)
     except (ValueError, binascii.Error) as error:
-        raise BadInput(
-            f"column {column!r} has a broken data URI {_short(value)}: {error}", reason="BAD_MEDIA"
-        ) from error
+        raise BadInput(f"column {column!r} has a broken data URI {_short(value)}: {error}", reason="BAD_MEDIA") from error
 
 
 def _short(value: Any) -> str:

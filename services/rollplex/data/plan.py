@@ -33,9 +33,7 @@ def request(media: Sequence[MediaRef], limits: MediaLimits, factor: int) -> dict
 def _item(entry: MediaRef, limits: MediaLimits, factor: int) -> dict[str, Any]:
     video = entry.kind == "video"
     low, high = (
-        (limits.video_min_pixels, limits.video_max_pixels)
-        if video
-        else (limits.image_min_pixels, limits.image_max_pixels)
+        (limits.video_min_pixels, limits.video_max_pixels) if video else (limits.image_min_pixels, limits.image_max_pixels)
     )
     max_pixels = _ask(entry, "max_pixels", high, high)
     min_pixels = _ask(entry, "min_pixels", min(low, max_pixels), max_pixels)
@@ -76,9 +74,7 @@ def _ask(entry: MediaRef, name: str, default: float, ceiling: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise BadInput(
-            f"{entry.paths[0]}: {name} is {value!r}; it must be a positive number", reason="MEDIA_BAD_OPTION"
-        )
+        raise BadInput(f"{entry.paths[0]}: {name} is {value!r}; it must be a positive number", reason="MEDIA_BAD_OPTION")
     if value > ceiling:
         raise BadInput(
             f"{entry.paths[0]}: the row asks for {name} {value}, at most {ceiling} is allowed; "

@@ -68,9 +68,7 @@ class PromptProcessor:
         self.forbidden_token_ids = tuple(vocabulary[token] for token in self._vision_tokens)
         self.image_token_id, self.video_token_id = processor.image_token_id, processor.video_token_id
         self.vision_start_token_id = vocabulary["<|vision_start|>"]
-        self.pad_token_id = (
-            self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else eos_token_ids[0]
-        )
+        self.pad_token_id = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else eos_token_ids[0]
         self.factor = self._images.patch_size * self._images.merge_size
 
     @classmethod
@@ -146,9 +144,7 @@ class PromptProcessor:
         Raises ValueError when frames and items differ in number or shape.
         """
         if [array.shape for array in frames] != [item.shape for item in items]:
-            raise ValueError(
-                f"frames of {[array.shape for array in frames]} for items of {[item.shape for item in items]}"
-            )
+            raise ValueError(f"frames of {[array.shape for array in frames]} for items of {[item.shape for item in items]}")
         image = video = {}
         # Copied because torch refuses to promise anything about read-only arrays.
         images = [np.array(array[0]) for item, array in zip(items, frames) if item.kind == "image"]
@@ -210,9 +206,7 @@ class PromptProcessor:
         except jinja2.TemplateError as error:
             raise BadInput(f"the chat template refuses the prompt: {error}", reason="CHAT_TEMPLATE") from error
 
-    def _expand(
-        self, token_ids: np.ndarray, items: Sequence[MediaItem], grids: list[tuple[int, int, int]]
-    ) -> np.ndarray:
+    def _expand(self, token_ids: np.ndarray, items: Sequence[MediaItem], grids: list[tuple[int, int, int]]) -> np.ndarray:
         repeats = np.ones(len(token_ids), dtype=np.int64)
         for kind, token in (("image", self.image_token_id), ("video", self.video_token_id)):
             counts = [self._token_count(grid) for item, grid in zip(items, grids) if item.kind == kind]

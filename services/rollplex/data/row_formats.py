@@ -65,9 +65,7 @@ def video_r1(raw: dict[str, Any], index: int, options: RowOptions) -> PromptRow:
     """Video-R1: the options follow the problem under "Options:", then the template and the type's own instruction."""
     kind = _column(raw, "data_type", str)
     if kind not in MEDIA_KINDS:
-        raise BadInput(
-            f"column 'data_type' is {kind!r}, neither 'image' nor 'video'", reason="BAD_COLUMN", column="data_type"
-        )
+        raise BadInput(f"column 'data_type' is {kind!r}, neither 'image' nor 'video'", reason="BAD_COLUMN", column="data_type")
     problem_type = _column(raw, "problem_type", str)
     _check_problem_type(problem_type, options)
     question = _column(raw, "problem", str)
@@ -197,7 +195,7 @@ def _parts(content: Any, column: str, source: MediaSource):
 
 def _check_problem_type(problem_type: Any, options: RowOptions) -> None:
     known = options.problem_types
-    if problem_type is None or known is None or problem_type in known:
+    if problem_type is None or not known or problem_type in known:
         return
     near = difflib.get_close_matches(str(problem_type).lower(), [name.lower() for name in known], n=1, cutoff=0)[0]
     near = next(name for name in known if name.lower() == near)
@@ -213,9 +211,7 @@ def _check_problem_type(problem_type: Any, options: RowOptions) -> None:
 def _type_template(problem_type: str, options: RowOptions) -> str:
     if problem_type not in options.type_templates:
         known = ", ".join(options.type_templates)
-        raise BadInput(
-            f"no type template for problem type {problem_type!r} (there are: {known})", reason="UNKNOWN_PROBLEM_TYPE"
-        )
+        raise BadInput(f"no type template for problem type {problem_type!r} (there are: {known})", reason="UNKNOWN_PROBLEM_TYPE")
     return options.type_templates[problem_type]
 
 
@@ -225,9 +221,7 @@ def _truth(raw: dict[str, Any], columns: Sequence[str], options: RowOptions, pre
         if not options.require_ground_truth:
             return None
         names = " or ".join(f"{prefix}{column}" for column in columns)
-        raise BadInput(
-            f"the ground truth is missing: column {names} is absent or empty", reason="NO_GROUND_TRUTH", column=names
-        )
+        raise BadInput(f"the ground truth is missing: column {names} is absent or empty", reason="NO_GROUND_TRUTH", column=names)
     return _text(value)
 
 
@@ -239,9 +233,7 @@ def _text(value: Any) -> str | None:
 
 def _column(raw: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(raw.get(name), kind):
-        raise BadInput(
-            f"column {name!r} is {raw.get(name)!r:.80}, not a {kind.__name__}", reason="BAD_COLUMN", column=name
-        )
+        raise BadInput(f"column {name!r} is {raw.get(name)!r:.80}, not a {kind.__name__}", reason="BAD_COLUMN", column=name)
     return raw[name]
 
 

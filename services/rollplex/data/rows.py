@@ -97,9 +97,7 @@ def _check_messages(row: PromptRow) -> None:
     for position, message in enumerate(row.messages):
         if message.get("role") not in ROLES:
             allowed = ", ".join(ROLES)
-            raise _refusal(
-                row, f"message {position} has role {message.get('role')!r}, not one of {allowed}", "BAD_ROLE"
-            )
+            raise _refusal(row, f"message {position} has role {message.get('role')!r}, not one of {allowed}", "BAD_ROLE")
         for part in message["content"]:
             if part["type"] not in ("text", *MEDIA_KINDS):
                 raise _refusal(row, f"message {position} has a part of type {part['type']!r}", "BAD_PART")
@@ -108,9 +106,7 @@ def _check_messages(row: PromptRow) -> None:
         roles = [message["role"] for message in row.messages]
         raise _refusal(row, f"the prompt has no user message, its roles are {roles}", "NO_USER_MESSAGE")
     if row.messages[-1]["role"] == "assistant":
-        raise _refusal(
-            row, "the prompt ends with an assistant message; there is nothing left to answer", "ENDS_WITH_ANSWER"
-        )
+        raise _refusal(row, "the prompt ends with an assistant message; there is nothing left to answer", "ENDS_WITH_ANSWER")
     if not any(part["type"] != "text" or part["text"].strip() for message in users for part in message["content"]):
         raise _refusal(row, "the prompt is empty: no user message has text or media", "EMPTY_PROMPT")
 

@@ -17,9 +17,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     Raises ValueError for a side of zero or a ratio over MAX_RATIO.
     """
     if min(height, width) < 1 or max(height, width) > MAX_RATIO * min(height, width):
-        raise ValueError(
-            f"a frame of {width}x{height} pixels is too narrow: its sides may differ by {MAX_RATIO} times at most"
-        )
+        raise ValueError(f"a frame of {width}x{height} pixels is too narrow: its sides may differ by {MAX_RATIO} times at most")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)

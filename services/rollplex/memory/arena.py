@@ -21,11 +21,14 @@ class Hold:
 
     def move(self, residency: Residency) -> None:
         """The bytes are elsewhere now. Raises ValueError after release."""
-        self._arena._move(self, residency)
+        if self not in self._arena._holds:
+            raise ValueError(f"{self.object_class}: the hold was released")
+        self.residency = residency
+        self._arena._raise_peaks()
 
     def release(self) -> None:
         """Idempotent."""
-        self._arena._release(self)
+        self._arena._holds.discard(self)
 
     def __enter__(self) -> Hold:
         return self
@@ -35,68 +38,54 @@ class Hold:
 
 
 class Arena:
-    """`hold` and `Hold.release` are the pair. Thread-safe."""
+    """`hold` and `Hold.release` are the pair. Thread-safe, and a finalizer may release too: that takes no lock."""
 
     def __init__(self, role: str, device: str) -> None:
         self.role, self.device = role, device
-        # Holds are released by the garbage collector too, inside any of our own calls.
-        self._lock = threading.RLock()
         self._holds: set[Hold] = set()
-        self._bytes: Counter[Key] = Counter()
         self._peaks: dict[Key, int] = {}
+        self._lock = threading.Lock()
 
     def hold(self, object_class: str, residency: Residency, size_bytes: int) -> Hold:
         if size_bytes < 0:
             raise ValueError(f"{object_class}: {size_bytes} bytes cannot be held")
         hold = Hold(self, object_class, residency, size_bytes)
-        with self._lock:
-            self._holds.add(hold)
-            self._add(hold, 1)
+        self._holds.add(hold)
+        self._raise_peaks()
         return hold
 
     def release_class(self, object_class: str) -> int:
         """Releases all holds of a class; returns their bytes."""
-        with self._lock:
-            its = [hold for hold in self._holds if hold.object_class == object_class]
-            for hold in its:
-                self._release(hold)
+        its = [hold for hold in list(self._holds) if hold.object_class == object_class]
+        for hold in its:
+            hold.release()
         return sum(hold.size_bytes for hold in its)
 
     def held_bytes(self, object_class: str) -> int:
         """Wherever they are."""
-        with self._lock:
-            return sum(size for (name, _), size in self._bytes.items() if name == object_class)
+        return sum(hold.size_bytes for hold in list(self._holds) if hold.object_class == object_class)
 
     def entries(self) -> tuple[ResidencyEntry, ...]:
         """Now, with the peaks since the last call; what was held since then and is gone has size 0."""
         with self._lock:
-            keys = sorted({*self._peaks, *(key for key, size in self._bytes.items() if size)})
-            found = tuple(ResidencyEntry(name, self.role, self.device, residency.value, self._bytes[name, residency],
-                                         self._peaks.get((name, residency), 0)) for name, residency in keys)
-            self._peaks = {key: size for key, size in self._bytes.items() if size}
-        return found
+            now = self._totals()
+            peaks, self._peaks = self._peaks, dict(now)
+        return tuple(ResidencyEntry(name, self.role, self.device, residency.value, now[name, residency],
+                                    max(peaks.get((name, residency), 0), now[name, residency]))
+                     for name, residency in sorted({*peaks, *now}))
 
     def check(self, phase: Phase) -> list[str]:
         """What violates the residency contract in `phase`, as sentences."""
-        with self._lock:
-            return check(phase, [Holding(name, self.role, self.device, residency, size)
-                                 for (name, residency), size in sorted(self._bytes.items())])
+        return check(phase, [Holding(name, self.role, self.device, residency, size)
+                             for (name, residency), size in sorted(self._totals().items())])
 
-    def _add(self, hold: Hold, sign: int) -> None:
-        key = hold.object_class, hold.residency
-        self._bytes[key] += sign * hold.size_bytes
-        self._peaks[key] = max(self._peaks.get(key, 0), self._bytes[key])
+    def _totals(self) -> Counter[Key]:
+        totals: Counter[Key] = Counter()
+        for hold in list(self._holds):
+            totals[hold.object_class, hold.residency] += hold.size_bytes
+        return totals
 
-    def _move(self, hold: Hold, residency: Residency) -> None:
+    def _raise_peaks(self) -> None:
         with self._lock:
-            if hold not in self._holds:
-                raise ValueError(f"{hold.object_class}: the hold was released")
-            self._add(hold, -1)
-            hold.residency = residency
-            self._add(hold, 1)
-
-    def _release(self, hold: Hold) -> None:
-        with self._lock:
-            if hold in self._holds:
-                self._holds.remove(hold)
-                self._add(hold, -1)
+            for key, size in self._totals().items():
+                self._peaks[key] = max(self._peaks.get(key, 0), size)

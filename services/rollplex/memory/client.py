@@ -6,16 +6,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from rollplex.core.errors import NotFound, RollplexError, Unavailable
+from rollplex.core.errors import AlreadyExists, NotFound, RollplexError, Unavailable
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
 from rollplex.core.work import ResidencyEntry
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND", "UNAVAILABLE")
 """Reasons that a new connection may cure; UNAVAILABLE without a closer reason is gRPC's own, of a broker that is down."""
+_RETRY_S = 1.0
+"""Between attempts of the watching thread after a refusal."""
 
 
 class SlabLease:
@@ -72,7 +74,7 @@ class BrokerSession:
         self._stub = pb_grpc.MemoryBrokerServiceStub(self._channel)
         self._connecting = threading.Lock()
         self._connection: HandleConnection | None = None
-        self._leases: weakref.WeakValueDictionary[str, SlabLease] = weakref.WeakValueDictionary()
+        self._leases: dict[str, SlabLease] = {}
         self._report: tuple[ResidencyEntry, ...] | None = None
         self._closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
@@ -108,7 +110,14 @@ class BrokerSession:
 
         def work(connection: HandleConnection) -> Slab:
             request = pb.CreateSlabRequest(session=connection.session, slab=slab)
-            return connection.deposit(self._rpc(self._stub.CreateSlab, request).deposit_ticket, fd)
+            try:
+                return connection.deposit(self._rpc(self._stub.CreateSlab, request).deposit_ticket, fd)
+            except AlreadyExists:
+                # A first attempt may have succeeded and its answer been lost with the connection.
+                kept = next((found for found in self.list_slabs(name) if found.name == name), None)
+                if kept is None or kept.inode != os.fstat(fd).st_ino:
+                    raise
+                return kept
 
         return self._call(work)
 
@@ -123,7 +132,12 @@ class BrokerSession:
             granted = self._rpc(self._stub.AcquireLease, request)
             found, fd = connection.redeem(granted.ticket)
             lease = SlabLease(self, granted.lease_id, mode, found, fd)
-            self._leases[lease.lease_id] = lease
+            with self._connecting:
+                if self._connection is not connection:
+                    # The reconnect did not know of this lease and has given it back.
+                    os.close(fd)
+                    raise Unavailable("the connection was lost", reason="HANDLE_SOCKET_DOWN")
+                self._leases[lease.lease_id] = lease
             return lease
 
         return self._call(work)
@@ -208,10 +222,9 @@ class BrokerSession:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
-    def _call(self, work: Callable[[HandleConnection], T]) -> T:
-        """`work` with a live connection; done again with a new one as long as the broker is away and time is left."""
+    def _call(self, work: Callable[[HandleConnection], T], failed: HandleConnection | None = None) -> T:
+        """`work` with a live connection, not `failed`; done again as long as the broker is away and time is left."""
         deadline = time.monotonic() + self._timeout_s
-        failed: HandleConnection | None = None
         while True:
             if self._closed:
                 raise Unavailable("the broker session is closed", reason="SESSION_CLOSED")
@@ -231,7 +244,7 @@ class BrokerSession:
             if self._connection is not None and self._connection is not failed:
                 return self._connection
             if self._connection is not None:
-                self._connection.close()
+                self._connection.shut()
                 self._connection = None
             connection = HandleConnection(self._handle_socket, self.process, self.role, self._timeout_s)
             self._connection = connection
@@ -268,22 +281,15 @@ class BrokerSession:
 
     def _watch(self) -> None:
         """Reconnects as soon as the connection is lost, so that leases live on although nobody calls."""
+        lost: HandleConnection | None = None
         while not self._closed:
             connection = self._connection
-            if connection is not None and not connection.wait_lost(self._wake_read):
-                return
-            try:
-                self._call_watch(connection)
-            except RollplexError as error:
-                log.warning("%s: no broker: %s", self.process, error)
-
-    def _call_watch(self, lost: HandleConnection | None) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while not self._closed:
-            try:
-                self._connected(lost)
-                return
-            except RollplexError as error:
-                if error.reason not in _LOST or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.05)
+            if connection is None or connection is lost:
+                try:
+                    self._call(lambda _: None, failed=lost)
+                except RollplexError as error:
+                    log.warning("%s has no broker: %s", self.process, error)
+                    select.select([self._wake_read], [], [], _RETRY_S)
+            elif connection.wait_lost(self._wake_read):
+                connection.close()
+                lost = connection

@@ -47,7 +47,8 @@ class HandleConnection:
         return Slab(**answer["slab"])
 
     def wait_lost(self, wake_fd: int) -> bool:
-        """Blocks until the connection is lost (True) or `wake_fd` becomes readable (False)."""
+        """Blocks until the connection is lost (True) or `wake_fd` becomes readable (False). Only its caller may `close`:
+        a descriptor that is waited for must not be reused."""
         poller = select.poll()
         # Without POLLIN: answers belong to whoever asked.
         poller.register(self._sock.fileno(), select.POLLRDHUP)
@@ -59,9 +60,13 @@ class HandleConnection:
         with contextlib.suppress(Unavailable):
             self._ask({"op": "bye"})
 
-    def close(self) -> None:
+    def shut(self) -> None:
+        """Breaks the connection; whoever waits for it returns."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut()
         self._sock.close()
 
     def _ask(self, message: dict[str, Any], fd: int | None = None) -> tuple[dict[str, Any], int | None]:
@@ -71,8 +76,7 @@ class HandleConnection:
                 frame = recv_frame(self._sock)
             except OSError as error:
                 # An answer that comes late would be taken for the next one's.
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                self.shut()
                 what = f"no answer within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 raise _down(f"the broker's handle socket: {what}") from error
         if frame is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 
 import torch
 
@@ -13,8 +14,7 @@ from rollplex.memory import views
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.free_list import FreeList
 from rollplex.memory.mapping import MappedSlab
-
-POOL_CLASS = "pinned_pool"
+from rollplex.memory.slab import POOL_CLASS
 
 
 class PoolTensor:
@@ -23,11 +23,13 @@ class PoolTensor:
     def __init__(self, pool: PinnedPool, view: torch.Tensor, size_bytes: int, offset: int) -> None:
         self.size_bytes = size_bytes
         self._view = view
-        self._finalizer = weakref.finalize(self, pool.free, offset)
+        self._pool, self._offset = pool, offset
+        self._finalizer = weakref.finalize(self, pool._garbage.append, offset)
 
     def free(self) -> None:
         """Idempotent."""
-        self._finalizer()
+        if self._finalizer.detach():
+            self._pool.free(self._offset)
 
 
 class PinnedPool:
@@ -37,8 +39,9 @@ class PinnedPool:
         """`base`: uint8 [size], writable."""
         self._base = base
         self._free_list = FreeList(base.numel())
-        # Handles are also freed by the garbage collector, which may run inside any of our own calls.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        # The garbage collector may run inside any of our own calls, lock held: it leaves the offsets here.
+        self._garbage: deque[int] = deque()
         self._mapped: MappedSlab | None = None
         self._lease: SlabLease | None = None
         self._delete = lambda: None
@@ -63,7 +66,9 @@ class PinnedPool:
 
     @property
     def used_bytes(self) -> int:
-        return self._free_list.used_bytes
+        with self._lock:
+            self._free_garbage()
+            return self._free_list.used_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -72,11 +77,16 @@ class PinnedPool:
     def allocate(self, size_bytes: int) -> int:
         """An offset, 64-byte aligned. Raises OutOfMemory with the numbers."""
         with self._lock:
+            self._free_garbage()
             return self._free_list.allocate(size_bytes)
 
     def free(self, offset: int) -> None:
         with self._lock:
             self._free_list.free(offset)
+
+    def _free_garbage(self) -> None:
+        while self._garbage:
+            self._free_list.free(self._garbage.popleft())
 
     def put(self, tensor: torch.Tensor) -> PoolTensor:
         """Copies the tensor into the pool, contiguous. Raises OutOfMemory with the numbers."""

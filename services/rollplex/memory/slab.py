@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+POOL_CLASS = "pinned_pool"
+"""Object class of a pool's slab: capacity, not content. What lies in it is reported by the engine that put it there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slab:

@@ -5,7 +5,7 @@ Legend: P prompt tokens, n media, S patches of all images (or videos), C channel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -80,10 +80,8 @@ class PromptInputs:
         return self.token_count - 1 + self.delta
 
     def to(self, device: torch.device | str) -> PromptInputs:
-        moved = {
-            field.name: value.to(device) for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        return replace(self, **moved)
+        """Tokens and positions on `device`; pixels follow when the tower runs, grids and timing stay on the host."""
+        return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device))
 
     def hash(self) -> str:
         arrays = (self.token_ids, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)

@@ -75,7 +75,7 @@ def _embed(model: VisionLanguageModel, inputs: PromptInputs, count: int, run: Ru
         if pixels is None or not len(grid):
             continue
         with torch.no_grad() if frozen else nullcontext():
-            features = encode(model.visual, pixels.to(model.dtype), grid, run)
+            features = encode(model.visual, pixels.to(hidden_BD.device, model.dtype), grid, run)
         hidden_BD = hidden_BD.masked_scatter((tokens == token)[:, None], features)
     return hidden_BD
 

@@ -40,7 +40,7 @@ def build_tower(config: Qwen2_5_VLVisionConfig, dtype: torch.dtype, device: torc
 
 
 def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_block: RunBlock) -> torch.Tensor:
-    """pixels [S, C*T*p*p] -> features [S / U, D], both in grid order; `run_block(block, x, ...)` calls a block."""
+    """pixels [S, C*T*p*p] -> features [S / U, D], both in grid order, grid on the host; `run_block(block, x, ...)` calls."""
     unit = tower.spatial_merge_unit
     window_index, window_bounds = get_vision_window_index(grid_thw, tower.spatial_merge_size, tower.window_size, tower.patch_size)
     frame_bounds = get_vision_cu_seqlens(grid_thw)
@@ -48,8 +48,9 @@ def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_b
     def to_windows(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, unit, x.shape[-1])[window_index].reshape(x.shape)
 
+    window_index = window_index.to(pixels.device)
     hidden_SW = to_windows(tower.patch_embed(pixels))
-    position_ids = get_vision_position_ids(grid_thw, tower.spatial_merge_size)
+    position_ids = get_vision_position_ids(grid_thw, tower.spatial_merge_size).to(pixels.device)
     cos_sin = tuple(to_windows(part) for part in tower.rotary_pos_emb(hidden_SW, position_ids))
     for index, block in enumerate(tower.blocks):
         bounds = frame_bounds if index in tower.fullatt_block_indexes else window_bounds
@@ -72,7 +73,7 @@ def _window_attention(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """[1, h, S, d] -> [1, S, h, d]; attention inside each window [cu[i], cu[i+1])."""
-    if query.is_cuda:
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
         packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]

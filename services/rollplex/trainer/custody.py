@@ -1,17 +1,16 @@
 """A trainer rank's slabs at the broker: optimizer state, flip log, gradients. They outlive the process.
 
-`create_run` starts a run from a checkpoint, `attach_run` finds what an earlier process left; both return the same RunState.
+A new run: `delete_earlier`, `create_slabs`, RunState(new=True), `load_weights`. After a restart: RunState(new=False) alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from rollplex.core.config import OptimizerConfig
-from rollplex.core.errors import BadInput
 from rollplex.core.ids import state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
@@ -106,24 +105,35 @@ def load_weights(checkpoint: Path, config: ModelConfig, model: VisionLanguageMod
 
     `actor_views`: by training name, writable. Raises BadInput for a checkpoint that does not fit.
     """
-    dtype = getattr(torch, state.layout.dtype)
-    shapes = {name: shard.shape for name, shard in model.layout.shards.items()}
-    for name, values in _loaded_one_by_one(checkpoint, config, model, shapes, dtype):
+    def store(name: str, values: torch.Tensor) -> None:
         actor_views[name].copy_(values)
         if name in state.layout.spans_of:
             state.set_master(name, values)
+
+    shapes = {name: shard.shape for name, shard in model.layout.shards.items()}
+    views = _OneAtATime(shapes, getattr(torch, state.layout.dtype), store)
+    load_into(checkpoint, config, views, model.tp_rank, model.tp_size)
+    views.flush()
 
 
 class _OneAtATime(Mapping[str, torch.Tensor]):
     """Views for load_into that exist only while they are filled: a whole full-precision copy would double the model."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._shapes, self._dtype = shapes, dtype
-        self.filled: tuple[str, torch.Tensor] | None = None
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
+                 store: Callable[[str, torch.Tensor], None]) -> None:
+        self._shapes, self._dtype, self._store = shapes, dtype, store
+        self._filling: tuple[str, torch.Tensor] | None = None
+
+    def flush(self) -> None:
+        """Stores the view that was handed out last."""
+        if self._filling is not None:
+            self._store(*self._filling)
+            self._filling = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self.filled = (name, torch.empty(self._shapes[name], dtype=self._dtype))
-        return self.filled[1]
+        self.flush()
+        self._filling = (name, torch.empty(self._shapes[name], dtype=self._dtype))
+        return self._filling[1]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

@@ -8,6 +8,8 @@ import hashlib
 import os
 import signal
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rollplex.core.errors import BadInput, DeadlineExceeded, Forbidden, Unavailable
+from rollplex.core.errors import BadInput, DeadlineExceeded, Forbidden, InternalError, Unavailable
 from rollplex.data.decoder import MediaDecoder
+from rollplex.data.decoder import _slab as checked_slab
 from rollplex.data.limits import MediaLimits
 from rollplex.data.media import ALIGN_BYTES, SLAB_SEALS, MediaItem, view_frames
 from rollplex.data.rows import MediaRef
@@ -334,6 +337,49 @@ async def test_closing_fails_what_runs_and_what_waits(clip_ref, small_limits, tm
             await task
     with pytest.raises(Unavailable):
         await decoder.decode([clip_ref()], small_limits, [tmp_path])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset_bytes": 64},
+        {"offset_bytes": -64},
+        {"shape": [1, 4, 16, 4]},
+        {"shape": [-1, -4, 16, 3]},
+        {"kind": "video"},
+        {"unknown": 1},
+    ],
+)
+def test_a_childs_answer_is_not_taken_on_trust(change):
+    item = MediaItem("image", 0, (1, 4, 16, 3), None, (), 1, None, "").to_json()
+    request = {"items": [{"kind": "image"}], "max_slab_bytes": 1000}
+
+    def slab(seals=SLAB_SEALS, size=192):
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.truncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return fd
+
+    checked_slab({"items": [item]}, [slab()], request).close()
+    before = open_fds()
+    for reply, fds in (
+        ({"items": [item | change]}, [slab()]),
+        ({"items": [item]}, [slab(seals=0)]),
+        ({"items": [item]}, [slab(size=191)]),
+        ({"items": [item]}, []),
+        ({"items": [item]}, [slab(), slab()]),
+        ({"items": []}, [slab()]),
+        ({}, [slab()]),
+    ):
+        with pytest.raises(InternalError, match="cannot be right"):
+            checked_slab(reply, fds, request)
+    assert open_fds() == before
+
+
+def test_the_coordinator_loads_no_torch_and_no_decoder():
+    modules = ", ".join(f"rollplex.data.{name}" for name in ("decoder", "datasets", "rows", "paths", "limits", "media"))
+    code = f"import sys, {modules}; print(sorted({{'torch', 'numpy', 'av', 'PIL', 'pyarrow'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 async def test_a_hundred_tiny_clips_a_second(video, small_limits, tmp_path):

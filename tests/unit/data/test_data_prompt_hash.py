@@ -17,9 +17,7 @@ def test_lists_arrays_and_tensors_hash_alike():
     ids, grid, seconds = [5, 6, 7], [[1, 2, 2], [4, 2, 2]], [0.3, 1.0]
     expected = prompt_hash(ids, None, grid, seconds)
     assert expected == prompt_hash(array("q", ids), [], np.array(grid), np.array(seconds))
-    assert expected == prompt_hash(
-        np.array(ids, np.int32), None, torch.tensor(grid), torch.tensor(seconds, dtype=torch.float32)
-    )
+    assert expected == prompt_hash(np.array(ids, np.int32), None, torch.tensor(grid), torch.tensor(seconds, dtype=torch.float32))
 
 
 def test_the_bytes_are_what_the_page_says():

@@ -15,11 +15,14 @@ from rollplex.core import work
 from rollplex.core.placement import Placement, align_up
 from rollplex.data.media import MediaItem
 from rollplex.data.processor import PromptProcessor
+from rollplex.memory.host_driver import sealed_memfd
+from rollplex.model import ActorLayout, VisionLanguageModel, load_into, read_model_config
+
+# isort: split
+# After rollplex.model, which makes torchvision importable.
 from rollplex.demo.checkpoint import VOCAB_SIZE, build_config, build_model, save_checkpoint
 from rollplex.demo.prompts import corpus
 from rollplex.demo.tokenizer import build_tokenizer
-from rollplex.memory.host_driver import sealed_memfd
-from rollplex.model import ActorLayout, VisionLanguageModel, load_into, read_model_config
 
 MEDIA = {
     "text": (),

@@ -114,7 +114,7 @@ class MemoryBrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSlab(self, request, context):
-        """Gives the pages back once the last lease is gone; refused with FAILED_PRECONDITION while leased by others.
+        """Gives the pages back; refused with FAILED_PRECONDITION while leased by others. A snapshot that loses a slab is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +135,7 @@ class MemoryBrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterSnapshot(self, request, context):
-        """Declares a set of slabs to be a run's actor snapshot, VALID at a number.
+        """Declares a set of slabs to be a run's actor snapshot, VALID at a number. Idempotent; ABORTED while a WRITE lease lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,7 +149,7 @@ class MemoryBrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PublishSnapshot(self, request, context):
-        """TORN(k -> k+1) -> VALID(k+1).
+        """TORN(k -> k+1) -> VALID(k+1). Idempotent; ABORTED while a WRITE lease lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,288 @@
+"""The trainer's work: attached prefixes, suffix loss and backward, gradient norm, streamed update. No grpc, no proto."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from rollplex.core import work
+from rollplex.core.config import RunConfig
+from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.ids import actor_slab as actor_slab_name
+from rollplex.core.ids import state_slab
+from rollplex.engine import ActorMapping, PromptReader, layout_hash
+from rollplex.engine.residency import ResidencyReport
+from rollplex.memory.arena import Arena
+from rollplex.memory.client import BrokerSession
+from rollplex.memory.pinned_pool import PinnedPool
+from rollplex.model import VisionLanguageModel, destroy_tensor_parallel
+from rollplex.trainer import custody, export
+from rollplex.trainer.metrics import MetricSums
+from rollplex.trainer.prefixes import Prefixes
+from rollplex.trainer.suffixes import SuffixRunner
+from rollplex.trainer.update import StreamedUpdate
+
+
+class GradientStage(StrEnum):
+    """What the gradient buffer holds; README.md has the table."""
+
+    EMPTY = "empty"
+    SUMMING = "summing"
+    MEASURED = "measured"
+    INHERITED = "inherited"
+    """Left by an earlier process: of use to an update that had begun, to nothing else."""
+
+
+class TrainerEngine:
+    """rollplex.rpc.phase_servicer.PhaseEngine and the trainer's own commands. Owner thread only.
+
+    It takes over the session, the actor mapping and the tensor-parallel group, and closes them.
+    """
+
+    role = "trainer"
+
+    def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorMapping,
+                 checkpoint: Path, *, logprob_chunk_tokens: int, offload_pool_bytes: int) -> None:
+        self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
+        self.layout_hash = layout_hash(model.config, model.layout)
+        self.open_run_name, self.bound_snapshot = "", -1
+        self._session, self._reader, self._model, self._actor = session, reader, model, actor
+        self._checkpoint = checkpoint
+        self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
+        self._arena = Arena(self.role, actor.device)
+        self._report = ResidencyReport(session, self._arena)
+        self._prefixes = Prefixes(model, self._arena)
+        self._views = model.layout.training_views(actor.views())
+        self._config = RunConfig()
+        self._state: custody.RunState | None = None
+        self._pool: PinnedPool | None = None
+        self._stage = GradientStage.EMPTY
+        # The views keep their addresses for ever, so parameters are bound once; a bind only maps pages behind them.
+        model.bind(self._views)
+
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
+                 attach: bool) -> work.OpenRunResult:
+        """Loads the checkpoint into new slabs, or with `attach` takes up those of an earlier process as they are.
+
+        Raises BadInput for a bad checkpoint, NotFound when there is nothing to attach to, WrongState when it was laid out
+        for another config, Aborted while others still lease an earlier run's actor.
+        """
+        self._close_run()
+        layout = custody.plan_state(self._model, config.optimizer)
+        name = actor_slab or actor_slab_name(run, self._actor.device)
+        if not attach:
+            custody.delete_earlier(self._session, self.rank, self._actor.device)
+            self._session.create(name, object_class="actor_snapshot", device=self._actor.device,
+                                 size_bytes=self._model.layout.size_bytes, run=run)
+            custody.create_slabs(self._session, self.rank, layout, run)
+        self._state = custody.RunState(self._session, self._model, layout, run, new=not attach)
+        self._actor.open(name)
+        self._config = config
+        if not attach:
+            self._load_checkpoint()
+        if config.saved_activations == "offload":
+            self._pool = PinnedPool.create(self._session, state_slab(run, self.rank, "offload"), self._pool_bytes, run=run)
+        self._stage = GradientStage.INHERITED if attach else GradientStage.EMPTY
+        self.open_run_name = run
+        self._report.send()
+        whole = sum(math.prod(shard.full_shape) for shard in self._model.layout.shards.values())
+        return work.OpenRunResult(name, self._model.layout.size_bytes, snapshot if attach else 0, whole)
+
+    def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
+        """Maps the snapshot for reading behind the parameters; boundaries of another snapshot are dropped."""
+        self.require(self.open_run_name)
+        if snapshot != self.bound_snapshot:
+            self._prefixes.release_all()
+        inode = self._actor.bind(snapshot)
+        self.bound_snapshot = snapshot
+        return work.BindResult(snapshot, len(self._model.layout.tensors), inode)
+
+    def require(self, run: str, snapshot: int | None = None) -> None:
+        """Raises WrongState unless this run is open and, if given, this snapshot bound."""
+        if not self.open_run_name or run != self.open_run_name:
+            raise WrongState(f"run {run!r} is not open here; {self.open_run_name or 'none'} is", reason="NO_RUN")
+        if snapshot is not None and snapshot != self.bound_snapshot:
+            raise WrongState(f"the command reads snapshot {snapshot}; bound is {self.bound_snapshot}",
+                             reason="STALE_SNAPSHOT", snapshot=self.bound_snapshot)
+
+    def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
+        """Opens a mini-batch: drops older boundaries and gradients that were not applied, then runs every group's prefix.
+
+        Raises WrongState while no snapshot is bound, DataLoss for a prompt that is not the coordinator's.
+        """
+        self._require_bound()
+        self._prefixes.release_all()
+        self._discard_gradients()
+        hashes = []
+        for done, group in enumerate(groups, start=1):
+            context.check()
+            inputs = self._reader.read(group)
+            self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
+            hashes.append(inputs.hash())
+            context.progress(done, len(groups), "groups")
+        self._report.send()
+        return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
+
+    def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
+                     keep_boundaries: bool) -> work.ScoreResult:
+        """Log-probabilities under the bound snapshot: the old policy of several updates. In request order.
+
+        Raises BadInput for a temperature of 0 or below, WrongState for a group without boundary, before scoring any.
+        """
+        self._require_bound()
+        for group in groups:
+            self._prefixes.get(group.group_index)
+        samples: list[work.SampleLogprobs] = []
+        runner = self._runner()
+        for done, group in enumerate(groups, start=1):
+            context.check()
+            samples += runner.score(self._prefixes.get(group.group_index), group, temperature)
+            if not keep_boundaries:
+                self._prefixes.release(group.group_index)
+            context.progress(done, len(groups), "groups")
+        self._report.send()
+        return work.ScoreResult(tuple(samples))
+
+    def train_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], scale: work.LossScale
+                     ) -> work.SuffixResult:
+        """Adds the groups' gradients to the mini-batch's and consumes their boundaries; always in index order.
+
+        `scale` spans the whole mini-batch (loss.py says how to count), so it may be trained in several calls. Raises WrongState
+        for a group without boundary, before touching any, and once the gradient has been measured.
+        """
+        self._require_bound()
+        if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
+            raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
+                             reason="GRADIENT_STAGE", stage=self._stage.value)
+        ordered = sorted(groups, key=lambda group: group.group_index)
+        for group in ordered:
+            self._prefixes.get(group.group_index)
+        self._stage = GradientStage.SUMMING
+        runner, metrics = self._runner(), MetricSums()
+        for done, group in enumerate(ordered, start=1):
+            context.check()
+            metrics.merge(runner.train(self._prefixes.get(group.group_index), group, scale))
+            self._prefixes.release(group.group_index)
+            context.progress(done, len(ordered), "groups")
+        self._report.send()
+        return work.SuffixResult(metrics.result())
+
+    def measure_gradient(self, context: work.WorkContext) -> work.GradientResult:
+        """Global L2 norm over the trainable parameters. Closes the mini-batch: nothing may be added until it is applied.
+
+        Raises WrongState for gradients that an earlier process left unfinished.
+        """
+        state = self._require_state()
+        if self._stage is GradientStage.INHERITED:
+            raise WrongState("the gradients of an earlier process may be incomplete; redo the prefixes and suffixes",
+                             reason="GRADIENT_STAGE", stage=self._stage.value)
+        if self._stage is GradientStage.SUMMING:
+            state.gradients.sum_replicas()
+        self._stage = GradientStage.MEASURED
+        norm = state.gradients.norm()
+        return work.GradientResult(norm, math.isfinite(norm))
+
+    def apply_update(self, context: work.WorkContext, order: work.UpdateOrder) -> work.UpdateResult:
+        """Rewrites state and actor chunk by chunk, then zeroes the gradients; with `skip` only the latter.
+
+        May be repeated with the same order after an interruption, also by a successor that attached: chunks that were
+        committed stay. Boundaries are dropped, and the snapshot is left, whatever happens.
+        """
+        state = self._require_state()
+        if order.skip:
+            self._discard_gradients()
+            return work.UpdateResult(0, 0, 0)
+        if not 0 < order.clip_coefficient <= 1:
+            raise BadInput(f"clip_coefficient is {order.clip_coefficient}; it must be in (0, 1]", reason="BAD_UPDATE")
+        repeated = order.optimizer_step == state.optimizer.optimizer_step
+        if not repeated and self._stage not in (GradientStage.MEASURED, GradientStage.INHERITED):
+            raise WrongState(f"the gradient buffer is {self._stage}; measure it before the update",
+                             reason="GRADIENT_STAGE", stage=self._stage.value)
+        self._prefixes.release_all()
+        self.bound_snapshot = -1
+        self._actor.bind_for_update(order.update_epoch)
+
+        def after_chunk(done: int, total: int) -> None:
+            context.progress(done, total, "chunks")
+            context.check()
+
+        try:
+            update = StreamedUpdate(state.optimizer, state.gradients, self._views, self._config.optimizer)
+            result = update.run(order, after_chunk)
+        finally:
+            self._actor.unbind()
+        self._discard_gradients()
+        self._report.send()
+        return result
+
+    def export_checkpoint(self, context: work.WorkContext, path: Path) -> work.CheckpointResult:
+        """Writes the bound snapshot as a Hugging Face directory; every rank calls it, rank 0 writes.
+
+        Raises BadInput when `path` exists and is not an empty directory.
+        """
+        self._require_bound()
+        size_bytes = export.write(self._checkpoint, path, self._model, self._views)
+        return work.CheckpointResult(str(path), size_bytes)
+
+    def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
+        """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease."""
+        released = self._prefixes.release_all()
+        if leave_snapshot:
+            self._actor.unbind()
+            self.bound_snapshot = -1
+        self._report.send()
+        return work.QuiesceResult(released)
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        """Bytes outside slabs, as of the end of the last command; the slabs are in the broker's own books."""
+        return self._report.entries
+
+    def close(self) -> None:
+        """Slabs stay with the broker."""
+        self._close_run()
+        self._actor.close()
+        self._session.close()
+        destroy_tensor_parallel()
+
+    def _load_checkpoint(self) -> None:
+        """Fills master weights and actor, before the coordinator registers the snapshot."""
+        state = self._require_state()
+        self._actor.bind_for_update(None)
+        try:
+            custody.load_weights(self._checkpoint, self._model.config, self._model, state.optimizer, self._views)
+        finally:
+            self._actor.unbind()
+
+    def _close_run(self) -> None:
+        self._prefixes.release_all()
+        self._actor.unbind()
+        self.bound_snapshot, self.open_run_name = -1, ""
+        state, self._state = self._state, None
+        if state is not None:
+            state.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _runner(self) -> SuffixRunner:
+        return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
+
+    def _discard_gradients(self) -> None:
+        if self._stage is not GradientStage.EMPTY:
+            self._require_state().gradients.zero()
+            self._stage = GradientStage.EMPTY
+
+    def _require_state(self) -> custody.RunState:
+        if self._state is None:
+            raise WrongState("no run is open", reason="NO_RUN")
+        return self._state
+
+    def _require_bound(self) -> None:
+        self._require_state()
+        if self.bound_snapshot < 0:
+            raise WrongState("no snapshot is bound", reason="NO_SNAPSHOT")

@@ -1,0 +1,33 @@
+"""The bound snapshot as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rollplex.core.errors import BadInput
+from rollplex.model import VisionLanguageModel, save_checkpoint
+
+
+def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[str, torch.Tensor]) -> int:
+    """Writes `path`, whole or not at all, and returns its bytes; 0 on ranks that do not write.
+
+    `source` gives configuration, tokenizer and processor files. Raises BadInput when `path` exists and is not empty.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise BadInput(f"{path} exists and is not an empty directory", reason="OUTPUT_EXISTS", path=path)
+    if model.tp_rank == 0 and path.exists():
+        path.rmdir()
+
+    def gather(name: str, local: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        parts = [torch.empty_like(local) for _ in range(model.tp_size)] if model.tp_rank == 0 else None
+        dist.gather(local.contiguous(), parts, group=model.group, group_dst=0)
+        return parts
+
+    save_checkpoint(source, path, model.config, views, gather=gather if model.tp_size > 1 else None)
+    if model.tp_rank:
+        return 0
+    return sum(file.stat().st_size for file in path.iterdir())

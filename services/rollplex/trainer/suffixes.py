@@ -1,0 +1,127 @@
+"""A group's responses over its boundary: scoring without gradient, or loss and backward.
+
+Legend: R_i tokens of response i, T packed tokens of a micro-batch, N samples.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollplex.core.config import LossConfig
+from rollplex.core.errors import BadInput
+from rollplex.core.residency import Residency
+from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs
+from rollplex.memory.arena import Arena
+from rollplex.model import VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
+from rollplex.trainer.loss import Tokens, token_losses, token_weights
+from rollplex.trainer.metrics import MetricSums
+from rollplex.trainer.prefixes import ReadyPrefix
+from rollplex.trainer.saved_bytes import SavedBytes
+
+SUFFIX_ACTIVATIONS = "suffix_activations"
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixRunner:
+    """The suffix computations of a run. Samples go through in micro-batches of `micro_batch_samples` (0: a whole group)."""
+
+    model: VisionLanguageModel
+    arena: Arena
+    loss: LossConfig
+    temperature: float
+    micro_batch_samples: int
+    chunk_tokens: int
+    """Tokens whose logits exist at once."""
+
+    @torch.no_grad()
+    def score(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
+        """Log-probabilities of every sample, by the same micro-batches as `train`, so that both agree to the last bit."""
+        scored = []
+        for samples in self._micro_batches(group):
+            parts, _ = self._forward(ready, samples, temperature, with_entropy=False)
+            scored += [SampleLogprobs(group.group_index, sample.sample_index, array("f", part.float().tolist()))
+                       for sample, part in zip(samples, parts, strict=True)]
+        return scored
+
+    def train(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
+        """Adds the gradient of the group's share of the mini-batch's loss, suffixes first, then once through the prefix.
+
+        Raises BadInput for arrays that do not fit their response or an advantage that is not finite.
+        """
+        _check(group)
+        metrics = MetricSums()
+        for samples in self._micro_batches(group):
+            if any(sample.scored for sample in samples):
+                metrics.merge(self._train_samples(ready, samples, scale))
+        ready.boundary.backward()
+        return metrics
+
+    def _train_samples(self, ready: ReadyPrefix, samples: Sequence[ResponseSample], scale: LossScale) -> MetricSums:
+        counter = SavedBytes([*self.model.parameters(), *(x for pair in ready.boundary.leaves() for x in pair)])
+        metrics = MetricSums()
+        with counter.counting():
+            parts, entropies = self._forward(ready, samples, self.temperature, with_entropy=True)
+            # Unscored samples go through the forward pass, because leaving them out would change the last bits of others.
+            kept = [index for index, sample in enumerate(samples) if sample.scored]
+            tokens = _tokens([samples[i] for i in kept], [parts[i] for i in kept], [entropies[i] for i in kept])
+            losses = token_losses(tokens, self.loss)
+            weights_T = token_weights(tokens, self.loss.aggregation, scale)
+            total = (losses.total * weights_T).sum()
+        with self.arena.hold(SUFFIX_ACTIVATIONS, Residency.HBM, counter.size_bytes):
+            metrics.add(tokens, losses, weights_T)
+            total.backward()
+        return metrics
+
+    def _forward(self, ready: ReadyPrefix, samples: Sequence[ResponseSample], temperature: float, *, with_entropy: bool
+                 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Log-probabilities and entropies, one [R_i] a sample each."""
+        responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in samples]
+        packed = pack_responses(ready.last_token, responses, ready.suffix_position)
+        hidden_TD = suffix_forward(self.model, ready.boundary, packed)
+        logp_T, entropy_T = token_logprobs(
+            self.model, hidden_TD, packed.targets, temperature=temperature,
+            forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
+        return packed.split(logp_T), [] if entropy_T is None else packed.split(entropy_T)
+
+    def _micro_batches(self, group: ResponseGroup) -> Iterator[tuple[ResponseSample, ...]]:
+        size = self.micro_batch_samples or len(group.samples)
+        for start in range(0, len(group.samples), size):
+            yield group.samples[start:start + size]
+
+
+def _tokens(samples: Sequence[ResponseSample], logprobs: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]
+            ) -> Tokens:
+    """`_check` has seen the samples: an optional array is there for all of a group or for none."""
+    logp_T = torch.cat(list(logprobs))
+
+    def joined(name: str) -> torch.Tensor | None:
+        arrays = [getattr(sample, name) for sample in samples]
+        if arrays[0] is None:
+            return None
+        return torch.cat([torch.frombuffer(values, dtype=torch.float32) for values in arrays]).to(logp_T)
+
+    advantages_N = torch.tensor([sample.advantage for sample in samples], dtype=logp_T.dtype, device=logp_T.device)
+    return Tokens(logp_T, advantages_N, tuple(len(sample.token_ids) for sample in samples),
+                  old_logprobs=joined("old_logprobs"), reference_logprobs=joined("reference_logprobs"),
+                  rollout_logprobs=joined("rollout_logprobs"), entropy=torch.cat(list(entropies)))
+
+
+def _check(group: ResponseGroup) -> None:
+    for name in ("rollout_logprobs", "reference_logprobs", "old_logprobs"):
+        arrays = [getattr(sample, name) for sample in group.samples]
+        if any(values is None for values in arrays) and any(values is not None for values in arrays):
+            raise BadInput(f"group {group.group_index}: {name} is given for some samples only", reason="BAD_RESPONSE",
+                           group_index=group.group_index)
+        for sample, values in zip(group.samples, arrays):
+            if values is not None and len(values) != len(sample.token_ids):
+                raise BadInput(f"group {group.group_index}, sample {sample.sample_index}: {len(values)} {name} for "
+                               f"{len(sample.token_ids)} tokens", reason="BAD_RESPONSE", group_index=group.group_index)
+    for sample in group.samples:
+        if not math.isfinite(sample.advantage):
+            raise BadInput(f"group {group.group_index}, sample {sample.sample_index}: advantage {sample.advantage}",
+                           reason="BAD_RESPONSE", group_index=group.group_index)

@@ -1,0 +1,87 @@
+"""The CUDA paths (FlexAttention, grouped SDPA, varlen windows, decoding) against the CPU ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_qwen import Bound, Group, make_groups, make_responses, two_stage_loss, worst_gradient_error
+
+from rollplex.model import GroupDecoder, VisionLanguageModel, attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+KINDS, LENGTHS = ["video", "text", "one_token", "image_and_video"], [3, 1, 40]
+
+
+def on_cuda(bound: Bound, dtype: torch.dtype) -> tuple[VisionLanguageModel, dict[str, torch.Tensor]]:
+    rollout = {name: view.to("cuda", dtype) for name, view in bound.rollout_views.items()}
+    model = VisionLanguageModel(bound.config, dtype, "cuda")
+    model.bind(bound.layout.training_views(rollout))
+    return model, rollout
+
+
+def to_cuda(groups: list[Group]) -> list[Group]:
+    for group in groups:
+        group.inputs = group.inputs.to("cuda")
+        group.responses = [response.cuda() for response in group.responses]
+        group.weights = [weights.cuda() for weights in group.weights]
+    return groups
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+def test_float32_gradients(bind, saved):
+    bound = bind(torch.float32)
+    options = (0.7, bound.config.forbidden_token_ids)
+    loss = two_stage_loss(bound.model, make_groups(bound.config, KINDS, torch.float32, LENGTHS), *options)
+    model, _ = on_cuda(bound, torch.float32)
+    groups = to_cuda(make_groups(bound.config, KINDS, torch.float32, LENGTHS))
+    found = two_stage_loss(model, groups, *options, saved=saved, micro_batch_tokens=41)
+    assert found == pytest.approx(loss, rel=1e-4, abs=1e-3)
+    ours = {name: p.grad.cpu() for name, p in model.parameters_by_name().items()}
+    theirs = {name: p.grad for name, p in bound.model.parameters_by_name().items()}
+    error = worst_gradient_error(ours, theirs, vocab=bound.config.padded_vocab(1))
+    print(f"worst relative gradient error, float32 on CUDA against CPU: {error:.1e}")
+    assert error < 1e-3
+
+
+def test_bfloat16_gradients_point_the_same_way(bind):
+    bound = bind(torch.float32)
+    two_stage_loss(bound.model, make_groups(bound.config, KINDS, torch.float32, LENGTHS), 1.0, ())
+    model, _ = on_cuda(bound, torch.bfloat16)
+    two_stage_loss(model, to_cuda(make_groups(bound.config, KINDS, torch.float32, LENGTHS)), 1.0, ())
+    cosines = {}
+    for name, parameter in bound.model.parameters_by_name().items():
+        found = model.parameters_by_name()[name].grad.float().cpu()
+        cosines[name] = float(torch.nn.functional.cosine_similarity(found.flatten(), parameter.grad.flatten(), dim=0))
+    lowest = min(cosines, key=cosines.get)
+    print(f"lowest cosine of a bfloat16 gradient: {cosines[lowest]:.3f} ({lowest})")
+    assert cosines[lowest] > 0.9
+
+
+def test_decoding(bind):
+    bound = bind(torch.float32)
+    _, rollout = on_cuda(bound, torch.float32)
+    prompts = [(group.inputs, 2) for group in make_groups(bound.config, ["video", "text", "image"], torch.float32, [1])]
+    tokens = torch.stack(make_responses([4] * 6))
+    results = []
+    for device, views in (("cpu", bound.rollout_views), ("cuda", rollout)):
+        decoder = GroupDecoder(bound.config, bound.layout, views)
+        state = decoder.start([(inputs.to(device), n) for inputs, n in prompts], 4)
+        steps = [decoder.step(state)] + [decoder.step(state, tokens[:, i].to(device)) for i in range(3)]
+        results.append(torch.stack(steps)[..., : bound.config.vocab_size].cpu())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+def test_the_published_head_size_in_bfloat16():
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v = random(700, 28, 128).requires_grad_(), random(1700, 4, 128), random(1700, 4, 128)
+    samples = torch.arange(7, device="cuda").repeat_interleave(100)
+    out = attention.suffix_attention(q, k, v, attention.suffix_mask(1000, samples, torch.bfloat16))
+    dense = attention.suffix_mask(1000, samples.cpu(), torch.float32)
+    expected = attention.suffix_attention(*(x.detach().float().cpu() for x in (q, k, v)), dense)
+    assert (out.float().cpu() - expected).abs().max() < 0.02
+    out.sum().backward()
+    assert q.grad.isfinite().all()
