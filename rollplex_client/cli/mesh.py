@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
 from rollplex.rpc.channel import check_address, sync_channel
-from rollplex_client.cli.programs import EFFECTIVE_CONFIG, Program, log_path, programs, write_files
+from rollplex_client.cli.programs import EFFECTIVE_CONFIG, STOP_MARGIN_S, Program, log_path, programs, write_files
 from rollplex_client.cli.settings import Settings
 from rollplex_client.cli.supervision import Process, Supervisor, claimed, start
 
@@ -132,8 +132,8 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def stop_timeout_s(settings: Settings) -> float:
-    """Services stop one after another; each may drain."""
-    return (settings.mesh.drain_timeout_s + 10.0) * len(programs(settings))
+    """The coordinator drains, then the engines, then the broker."""
+    return 3 * (settings.mesh.drain_timeout_s + STOP_MARGIN_S) + 10.0
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class Output:
 
         screen = Console(highlight=False)
         for item in renderables or [f"{key}: {value}" for key, value in data.items()]:
-            screen.print(item)
+            screen.print(item, soft_wrap=isinstance(item, str))
 
     def note(self, message: str) -> None:
         """A line of progress for people; nothing with --json."""
@@ -70,8 +70,9 @@ def report_failures(output: Output, command: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return FAILED
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001  the command's last resort: it is shown, and --debug shows where
         if output.debug:
             traceback.print_exc()
-        output.error(RollplexError(str(error), reason="OS_ERROR"))
+        kind = "OS_ERROR" if isinstance(error, OSError) else "INTERNAL"
+        output.error(RollplexError(f"{type(error).__name__}: {error}; --debug shows where", reason=kind))
         return FAILED

@@ -18,6 +18,8 @@ SUPERVISOR_CONFIG = "supervisord.conf"
 SUPERVISOR_SOCKET = "supervisor.sock"
 SUPERVISOR_PID = "supervisord.pid"
 SUPERVISOR_LOG = "supervisord.log"
+CUSTODY = ("keeper", "broker")
+"""They stop last: engines give their slabs back when they end."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 STOP_MARGIN_S = 5
@@ -61,13 +63,11 @@ def service_config(settings: Settings) -> dict[str, Any]:
     if ranks != parallel:
         raise BadInput(f"coordinator.trainer_ranks is {ranks}, trainer.tensor_parallel_size is {parallel}; "
                        "they must be equal", reason="BAD_CONFIG")
-    plain = {name: section for name, section in settings.plain().items() if name not in CLIENT_SECTIONS}
-    address = settings.mesh.address("reward")
-    if plain["reward"]["address"] not in ("", address):
-        raise BadInput(f"reward.address is {plain['reward']['address']}, but the mesh looks for it at {address}; write "
+    given, address = settings.sections["reward"].address, settings.mesh.address("reward")
+    if given not in (None, address):
+        raise BadInput(f"reward.address is {given}, but the mesh looks for it at {address}; write "
                        "mesh.addresses = [\"reward=...\"] instead", reason="BAD_CONFIG")
-    plain["reward"]["address"] = address
-    return plain
+    return {name: section for name, section in settings.plain().items() if name not in CLIENT_SECTIONS}
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:
@@ -94,6 +94,10 @@ def supervisor_config(settings: Settings) -> str:
         ("rpcinterface:supervisor",
          {"supervisor.rpcinterface_factory": "supervisor.rpcinterface:make_main_rpcinterface"}),
     ]
+    names = [program.name for program in programs(settings)]
+    # Supervisor stops one group after the other, the highest priority first, and the programs of a group together.
+    sections += [(f"group:{group}", {"programs": ",".join(members), "priority": priority}) for group, priority, members in
+                 (("custody", 1, CUSTODY), ("work", 2, [name for name in names if name not in CUSTODY]))]
     sections += [(f"program:{program.name}", _program_options(settings, program, order))
                  for order, program in enumerate(programs(settings))]
     return "\n".join(f"[{name}]\n" + "".join(f"{key}={_escape(value)}\n" for key, value in options.items())

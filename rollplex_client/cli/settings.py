@@ -58,7 +58,7 @@ def load(arguments: argparse.Namespace, extra: Mapping[str, Any] | None = None) 
     given = {section: dict(values) for section, values in (extra or {}).items()}
     if arguments.runtime_dir is not None:
         given.setdefault("mesh", {})["runtime_dir"] = str(arguments.runtime_dir)
-    return parse_settings(_merge(data, given))
+    return parse_settings(merge(data, given))
 
 
 def parse_settings(data: dict[str, Any]) -> Settings:
@@ -80,14 +80,14 @@ def parse_settings(data: dict[str, Any]) -> Settings:
     return Settings(data, sections)
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         inner = merged.get(key)
-        merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+        merged[key] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
     return merged
 
 
 def merged(settings: Settings, extra: Mapping[str, Any]) -> Settings:
     """The settings with more values, parsed again."""
-    return parse_settings(_merge(settings.given, extra))
+    return parse_settings(merge(settings.given, extra))

@@ -20,7 +20,7 @@ from typing import Any
 from rollplex.core.errors import BadInput, DeadlineExceeded, InternalError, NotFound, Unavailable
 from rollplex_client.cli.programs import SUPERVISOR_LOG, SUPERVISOR_PID, SUPERVISOR_SOCKET
 
-_BAD_NAME = 10
+FIRST_TO_STOP = "coordinator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,6 @@ class Supervisor:
         try:
             return getattr(self._proxy.supervisor, method)(*arguments)
         except xmlrpc.client.Fault as fault:
-            if fault.faultCode == _BAD_NAME:
-                raise NotFound(f"the mesh has no service {arguments[0]!r}; it has {', '.join(self.names())}",
-                               reason="NO_SUCH_SERVICE", service=arguments[0]) from fault
             raise InternalError(f"supervisor: {fault.faultString}", reason="SUPERVISOR_FAULT") from fault
         except (OSError, xmlrpc.client.ProtocolError) as error:
             raise Unavailable(f"no mesh is up in {self.runtime_dir}; start one with `rollplex up`",
@@ -79,15 +76,29 @@ class Supervisor:
 
     def restart(self, name: str) -> None:
         """Stops (draining) and starts. Raises NotFound, InternalError when it does not start."""
-        if self._call("getProcessInfo", name)["pid"]:
-            self._call("stopProcess", name)
-        self._call("startProcess", name, False)
+        self._call("startProcess", self._stop(name), False)
+
+    def _stop(self, name: str) -> str:
+        """Returns supervisor's own name for it."""
+        info = next((item for item in self._call("getAllProcessInfo") if item["name"] == name), None)
+        if info is None:
+            raise NotFound(f"the mesh has no service {name!r}; it has {', '.join(self.names())}",
+                           reason="NO_SUCH_SERVICE", service=name)
+        full_name = f"{info['group']}:{name}"
+        if info["pid"]:
+            self._call("stopProcess", full_name)
+        return full_name
 
     def shut_down(self, timeout_s: float) -> int:
-        """Stops every service and then itself; returns its pid. Raises DeadlineExceeded when it lives on."""
+        """Stops the coordinator, then all others, then the supervisor; returns its pid.
+
+        Raises DeadlineExceeded when it lives on.
+        """
         pid = self.pid()
         descriptor = os.pidfd_open(pid)
         try:
+            # First and alone: an iteration that runs ends in good order only while its engines are there.
+            self._stop(FIRST_TO_STOP)
             self._call("shutdown")
             if not select.select([descriptor], [], [], timeout_s)[0]:
                 raise DeadlineExceeded(f"supervisor {pid} has not stopped within {timeout_s:.0f} s",

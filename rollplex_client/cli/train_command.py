@@ -66,7 +66,6 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
     data, section = settings.sections["data"], settings.sections["train"]
     if data.file is None:
         raise BadInput("no data: give --data FILE, or file in the [data] section", reason="DATA_MISSING")
-    settings.require_model()
     name = section.run or time.strftime("train-%Y%m%d-%H%M%S")
     folder = section.out or Path("runs") / name
     settings = merged(settings, {"coordinator": {"media_roots": media_roots(settings)}})
@@ -136,9 +135,9 @@ def _note_refused(output: Output, rows: Rows, path: Path) -> None:
 
 
 def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, output: Output, *,
-             filter_bad: bool = False) -> Recorder:
+             filter_bad: bool = False, metrics_name: str = "metrics.jsonl") -> Recorder:
     """Creates (or continues) the run and carries out the plan. What is done when it is interrupted stays on record."""
-    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics = MetricsFile(folder / metrics_name)
     run = client.create_run(plan.run, settings.run, replace_open_run=True)
     try:
         with Silent() if output.json else LiveProgress(output.console, plan.run, plan.iterations) as display:
@@ -149,9 +148,10 @@ def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, outpu
     return recorder
 
 
-def finish(output: Output, folder: Path, history: RunHistory, result: dict[str, Any], *renderables: Any) -> None:
+def finish(output: Output, folder: Path, history: RunHistory, result: dict[str, Any], *renderables: Any,
+           baseline: RunHistory | None = None) -> None:
     """Writes summary.json and report.html and prints the result."""
-    report = write_report(folder / "report.html", history, result)
+    report = write_report(folder / "report.html", history, result, baseline)
     result = {**result, "metrics": str(folder / "metrics.jsonl"), "report": str(report)}
     write_summary(folder, result)
     output.result(result, *renderables, *_result_lines(result))

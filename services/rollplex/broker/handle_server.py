@@ -16,7 +16,7 @@ from typing import Any
 
 from rollplex.broker.engine import Custody
 from rollplex.broker.sessions import Session
-from rollplex.core.errors import BadInput, Forbidden, RollplexError
+from rollplex.core.errors import BadInput, RollplexError
 from rollplex.rpc.handles import (
     Frame,
     check_peer,
@@ -71,9 +71,15 @@ class HandleServer:
 
     async def _accept(self) -> None:
         while True:
-            await wait_readable(self._listener.fileno())
-            with contextlib.suppress(BlockingIOError):
+            try:
                 connection, _ = self._listener.accept()
+            except BlockingIOError:
+                await wait_readable(self._listener.fileno())
+            except OSError as error:
+                # Out of descriptors: those who wait in the queue stay there until some are free.
+                log.error("cannot accept a handle connection: %s", error)
+                await asyncio.sleep(0.1)
+            else:
                 connection.setblocking(False)
                 self._spawn(self._serve(connection))
 
@@ -88,12 +94,8 @@ class HandleServer:
                     orderly = True
                     break
                 await self._answer(connection, session, frame)
-        except (BadInput, Forbidden) as error:
-            log.warning("handle connection refused: %s", error)
-            with contextlib.suppress(OSError):
-                send_frame(connection, error_frame(error))
         except RollplexError as error:
-            log.info("handle connection refused: %s", error)
+            log.warning("handle connection refused: %s: %s", error.reason, error)
             with contextlib.suppress(OSError):
                 send_frame(connection, error_frame(error))
         except (OSError, TimeoutError) as error:
@@ -158,34 +160,32 @@ class HandleServer:
                 os.close(fd)
 
     async def _handle(self, session: Session, frame: Frame) -> Reply:
-        message, fd = frame
-        op = message.get("op")
+        op = frame[0].get("op")
         if op == "deposit":
-            return await self._deposit(session, _ticket(frame), fd), None
+            return await self._deposit(session, frame), None
         message = _without_fd(frame)
         if op == "redeem":
-            lease, slab, handle = self._custody.redeem(session, _ticket(frame))
+            lease, slab, handle = self._custody.redeem(session, _ticket(message))
             return {"lease_id": lease.lease_id, "slab": dataclasses.asdict(slab)}, handle
         if op == "ping":
             return {"ok": True}, None
         raise BadInput(f"unknown operation {op!r}", reason="FRAME_MALFORMED")
 
-    async def _deposit(self, session: Session, ticket: str, fd: int | None) -> dict[str, Any]:
+    async def _deposit(self, session: Session, frame: Frame) -> dict[str, Any]:
+        message, fd = frame
         if fd is None:
             raise BadInput("a deposit comes with one descriptor", reason="FRAME_MALFORMED")
         try:
-            slab = await self._custody.deposit(session, ticket, fd)
+            slab = await self._custody.deposit(session, _ticket(message), fd)
         except BaseException:
             os.close(fd)
             raise
         return {"slab": dataclasses.asdict(slab)}
 
 
-def _ticket(frame: Frame) -> str:
-    """Closes a descriptor that came with a bad one."""
-    ticket = frame[0].get("ticket")
+def _ticket(message: dict[str, Any]) -> str:
+    ticket = message.get("ticket")
     if not isinstance(ticket, str):
-        _without_fd((frame[0], frame[1])) if frame[1] is None else os.close(frame[1])
         raise BadInput("the frame has no ticket", reason="FRAME_MALFORMED")
     return ticket
 

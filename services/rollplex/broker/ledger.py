@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rollplex.core.phases import Phase
 from rollplex.core.residency import CONTRACT, Holding, Residency, check
 from rollplex.core.work import ResidencyEntry
-from rollplex.memory.slab import POOL_CLASS, LedgerRow, Slab
+from rollplex.memory.slab import LedgerRow, Slab
 
 Key = tuple[str, str, str]
 """Object class, role, device."""
@@ -16,9 +16,7 @@ Key = tuple[str, str, str]
 
 def slab_residency(object_class: str, device: str) -> Residency:
     """A device slab is hot. A host slab is parked, unless its class never is: then the host is what computes on it."""
-    row = CONTRACT.get(object_class)
-    parked = device == "host" and (row is None or bool(row.parked))
-    return Residency.PINNED if parked else Residency.HBM
+    return Residency.PINNED if device == "host" and CONTRACT[object_class].parked else Residency.HBM
 
 
 @dataclass(slots=True)
@@ -128,8 +126,7 @@ class LedgerBook:
 
     def _holdings(self) -> Iterable[Holding]:
         for (object_class, role, device), account in self.accounts.items():
-            if object_class != POOL_CLASS:
-                yield Holding(object_class, role, device, slab_residency(object_class, device), account.size_bytes)
+            yield Holding(object_class, role, device, slab_residency(object_class, device), account.size_bytes)
         for entry in self._reported():
             yield Holding(entry.object_class, entry.role, entry.device, Residency(entry.residency), entry.size_bytes)
 

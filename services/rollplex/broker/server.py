@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 
 from grpc import aio
 
@@ -13,6 +12,7 @@ from rollplex.broker.handle_server import HandleServer
 from rollplex.broker.keeper_link import KeeperLink
 from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
+from rollplex.rpc.handles import allow_most_fds
 from rollplex.rpc.server import prepare_runtime_dir, serve
 from rollplex.v1 import memory_broker_service_pb2, memory_broker_service_pb2_grpc
 
@@ -60,8 +60,7 @@ class Broker:
 
 async def main(config: BrokerConfig) -> None:
     """Serves until SIGTERM. A stopped broker's slabs stay with the keeper."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_most_fds()
     prepare_runtime_dir(config.mesh.runtime_dir)
     broker = Broker(config)
     broker.recover()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
 from rollplex.core.residency import CONTRACT
-from rollplex.memory.slab import POOL_CLASS, Slab
+from rollplex.memory.slab import Slab
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WRITE_SEALS = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
@@ -21,8 +21,8 @@ def check_announced(slab: Slab) -> None:
     if not slab.name.isprintable() or len(slab.name) > 255 or not all(parts):
         raise BadInput(f"slab name {slab.name!r} must be 1-255 printable characters, without empty parts",
                        reason="BAD_SLAB_NAME")
-    if slab.object_class not in CONTRACT and slab.object_class != POOL_CLASS:
-        raise BadInput(f"object class {slab.object_class!r} is none of {', '.join([*CONTRACT, POOL_CLASS])}",
+    if slab.object_class not in CONTRACT:
+        raise BadInput(f"object class {slab.object_class!r} is none of {', '.join(CONTRACT)}",
                        reason="BAD_OBJECT_CLASS")
     if slab.device != "host":
         raise BadInput(f"slab {slab.name} on device {slab.device!r}: this broker has the host driver only",

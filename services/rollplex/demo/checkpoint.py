@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
+from rollplex.data.torchvision_ops import ensure_torchvision
 from rollplex.demo.clips import FRAME_PX
+
+ensure_torchvision()  # before transformers' model code is imported
+
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer  # noqa: E402
 
 VOCAB_SIZE = 384  # 6 x 64: splits over 2, 4 and 8 tensor-parallel ranks
 _PATCH_PX, _MERGE, _TEMPORAL_PATCH = 14, 2, 2

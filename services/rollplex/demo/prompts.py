@@ -6,8 +6,9 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from rollplex.demo.clips import COUNTS, FRAME_PX, FRAMES, LETTERS, ORDERS, QUESTIONS, Question
 
-# Video-R1's prompt is the question, its options, an instruction of a hundred words, and a sentence by problem type. The demo asks
-# the question alone: the instruction costs a small model on a CPU more than the video does, and the warm start teaches the format.
+# Video-R1's prompt is the question, its options, an instruction of a hundred words, and a sentence by problem type.
+# The demo asks the question alone: the instruction costs a small model on a CPU more than the video does, drowns the
+# video's eight tokens, and tells of a format that the warm start teaches anyway.
 QUESTION_TEMPLATE = "{Question}"
 TYPE_TEMPLATES = {"multiple choice": "", "numerical": ""}
 VIDEO_TOKENS = (FRAMES // 2) * (FRAME_PX // 28) ** 2

@@ -2,13 +2,14 @@
 
 Two parts, both plain supervised learning on clips that are in neither question file:
 
-1. *Sight.* The vision tower learns, through linear heads that are thrown away afterwards, to tell the colour, the direction and the
+1. *Sight.* The vision tower learns, through linear heads that are thrown away afterwards, to tell colour, direction and
    number of the shapes in each pair of frames. (A pretrained vision tower would bring this along.)
-2. *Speech.* The whole model imitates responses such as `<think>they move left</think>\\n<answer>A</answer>`. The thought is
-   always right. The answer is drawn from `annotator_distribution`: for half of the options the annotator mostly ticks a neighbour.
+2. *Speech.* The whole model imitates responses such as `<think>they move left</think>\\n<answer>A</answer>`. The
+   thought is always right. The target of the answer token is `annotator_distribution`, the shares of the options that
+   a sloppy annotator ticks: three options in four he mostly takes for another one.
 
-The model that comes out speaks the format, sees what moves, and answers as badly as its annotator: it is right about two times in five
-when sampled, and its greedy answer is wrong for half of the options. That the answer must follow from what was seen is left
+The model that comes out speaks the format, sees what moves, and answers as badly as its annotator: it is right about
+three times in ten when sampled, and greedily one time in four. That the answer must follow from what was seen is left
 to reinforcement, which is told nothing but whether an answer was right.
 """
 
@@ -17,18 +18,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from rollplex.demo.checkpoint import IMAGE_MEAN, IMAGE_STD
 from rollplex.demo.clips import COLOURS, DIRECTIONS, FRAME_PX, FRAMES, QUESTIONS, Clip
 from rollplex.demo.prompts import VIDEO_TOKENS, prompt_ids, response
 from rollplex.demo.videos import draw_rows, encoded_clip
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 _PATCH, _MERGE, _PAIR = 14, 2, 2
 GRID = (FRAMES // _PAIR, FRAME_PX // _PATCH, FRAME_PX // _PATCH)  # of one clip, in patches: time, height, width
@@ -62,20 +66,23 @@ class WarmStartResult:
 def annotator_distribution(right: int) -> np.ndarray:
     """Probability [4] that the sloppy annotator ticks each option when option `right` is right.
 
-    The first option he mostly ticks when it is right. For each of the others he has a favourite wrong one, which he ticks more often than the
-    right one. Over uniform right options every option is ticked equally often, so an answer given without looking is right
-    one time in four.
+    The first option he mostly ticks when it is right. For each of the others he has a favourite wrong one, which he
+    ticks more often than the right one. Over uniform right options every option is ticked equally often, so an answer
+    given without looking is right one time in four.
     """
     if right == 0:
         return np.array([0.45, 0.55 / 3, 0.55 / 3, 0.55 / 3])
     shares = np.full(4, 0.55 / 3)
     favourite, other = right % 3 + 1, (right + 1) % 3 + 1
-    shares[right], shares[favourite], shares[other] = 0.25, 0.40, 0.35 - 0.55 / 3
+    shares[right], shares[favourite], shares[other] = 0.25, 0.48, 0.27 - 0.55 / 3
     return shares
 
 
 def patches(frames: np.ndarray) -> Tensor:
-    """Pixel patches float32 [clips * patches, 1176] of frames uint8 [clips, T, H, W, 3], as the checkpoint's video processor makes them."""
+    """Pixel patches float32 [clips * patches, 1176] of frames uint8 [clips, T, H, W, 3].
+
+    The arithmetic and the patch order are those of the checkpoint's own video processor; a test compares them.
+    """
     mean, std = (np.array(values, dtype=np.float32) for values in (IMAGE_MEAN, IMAGE_STD))
     pixels = torch.from_numpy((frames.astype(np.float32) / 255 - mean) / std).permute(0, 1, 4, 2, 3)
     clips, channels = pixels.shape[0], pixels.shape[2]
@@ -152,7 +159,7 @@ def _teach_speech(
     options: WarmStartOptions,
     progress: Progress,
 ) -> float:
-    """Train the whole model to imitate the annotator; the answers are drawn anew at each step, so none is memorised."""
+    """Train the whole model to imitate the annotator; the answer token learns his shares, not single ticks."""
     prompts = {kind: prompt_ids(tokenizer, kind) for kind in QUESTIONS}
     answer_ids = {kind: tokenizer.convert_tokens_to_ids(list(q.answers)) for kind, q in QUESTIONS.items()}
     ticks = torch.zeros(len(QUESTIONS), 4, len(tokenizer))  # the annotators' distribution over the token after <answer>

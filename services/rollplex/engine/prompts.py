@@ -36,9 +36,10 @@ class PromptReader:
         """
         try:
             inputs = self._inputs(group)
-        except BadInput as error:
-            metadata = {**error.metadata, "group_index": group.group_index}
-            raise BadInput(f"group {group.group_index}: {error}", reason=error.reason, **metadata) from error
+        except ValueError as error:
+            domain = error if isinstance(error, BadInput) else BadInput(str(error), reason="BAD_MEDIA")
+            metadata = {**domain.metadata, "group_index": group.group_index}
+            raise BadInput(f"group {group.group_index}: {error}", reason=domain.reason, **metadata) from error
         found = inputs.hash()
         if found != group.prompt_hash:
             raise DataLoss(

@@ -282,6 +282,8 @@ class BrokerSession:
     def _watch(self) -> None:
         """Reconnects as soon as the connection is lost, so that leases live on although nobody calls."""
         lost: HandleConnection | None = None
+        woken = select.poll()
+        woken.register(self._wake_read, select.POLLIN)
         while not self._closed:
             connection = self._connection
             if connection is None or connection is lost:
@@ -289,7 +291,7 @@ class BrokerSession:
                     self._call(lambda _: None, failed=lost)
                 except RollplexError as error:
                     log.warning("%s has no broker: %s", self.process, error)
-                    select.select([self._wake_read], [], [], _RETRY_S)
+                    woken.poll(_RETRY_S * 1000)
             elif connection.wait_lost(self._wake_read):
                 connection.close()
                 lost = connection

@@ -14,7 +14,8 @@ from rollplex.memory import views
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.free_list import FreeList
 from rollplex.memory.mapping import MappedSlab
-from rollplex.memory.slab import POOL_CLASS
+
+POOL_CLASS = "pinned_pool"
 
 
 class PoolTensor:

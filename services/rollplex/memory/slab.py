@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-POOL_CLASS = "pinned_pool"
-"""Object class of a pool's slab: capacity, not content. What lies in it is reported by the engine that put it there."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slab:
@@ -14,7 +11,7 @@ class Slab:
 
     name: str
     object_class: str
-    """A key of rollplex.core.residency.CONTRACT, or `pinned_pool`."""
+    """A key of rollplex.core.residency.CONTRACT."""
     role: str
     """Of the process that created it."""
     device: str

@@ -39,6 +39,7 @@ class TorchEngine:
         self._decoder = GroupDecoder(config, layout, self._actor.views())
         self._arena = Arena("rollout", self._actor.device)
         self._report = ResidencyReport(session, self._arena)
+        self._reported_bytes = 0
 
     def open(self, actor_slab: str) -> None:
         self._actor.open(actor_slab)
@@ -59,11 +60,10 @@ class TorchEngine:
                 with tally.timed("prefill"):
                     self._admit(waiting, batches, sampler, tally, sampling.deterministic)
                 with tally.timed("decode"):
-                    for batch in batches:
-                        tally.finish(batch.step())
-                left = [batch for batch in batches if batch.row_count]
-                if len(left) < len(batches):
-                    batches[:] = left
+                    finished = [sample for batch in batches for sample in batch.step()]
+                if finished:
+                    tally.finish(finished)
+                    batches[:] = [batch for batch in batches if batch.row_count]
                     self._account(batches)
         except (Aborted, DeadlineExceeded):
             tally.finish([sample for batch in batches for sample in batch.unfinished()])
@@ -72,6 +72,8 @@ class TorchEngine:
             for batch in batches:
                 batch.release()
             self._account([])
+            self._reported_bytes = 0
+            self._report.send()
 
     def release_kv(self) -> int:
         return self._arena.release_class(KV)
@@ -101,12 +103,14 @@ class TorchEngine:
             self._account(batches)
 
     def _account(self, batches: Sequence[Batch]) -> None:
-        """Brings the arena's rollout_kv to what the batches hold, and tells the broker."""
+        """Brings the arena's rollout_kv to what the batches hold; the broker hears of growth at once."""
         self._arena.release_class(KV)
         size_bytes = sum(batch.size_bytes for batch in batches)
         if size_bytes:
             self._arena.hold(KV, Residency.HBM, size_bytes)
-        self._report.send()
+        if size_bytes > self._reported_bytes:
+            self._reported_bytes = size_bytes
+            self._report.send()
 
     def _bound_parameters(self) -> int:
         """Weights of the decoder that lie where the layout has them in the slab. InternalError unless all do."""

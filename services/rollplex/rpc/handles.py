@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import select
 import socket
 import struct
@@ -154,7 +155,7 @@ def listen(path: Path) -> socket.socket:
     try:
         sock.bind(str(path))
         path.chmod(0o600)
-        sock.listen(128)
+        sock.listen(1024)
     except OSError:
         sock.close()
         raise
@@ -164,12 +165,15 @@ def listen(path: Path) -> socket.socket:
 def connect(path: Path, *, timeout_s: float) -> socket.socket:
     """A connected socket whose operations take at most `timeout_s`. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(timeout_s)
+    # While the listener's queue is full a non-blocking connect fails at once; a blocking one waits for this long.
+    whole_s = int(timeout_s)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6)))
     try:
         sock.connect(str(path))
     except OSError:
         sock.close()
         raise
+    sock.settimeout(timeout_s)
     return sock
 
 
@@ -178,3 +182,9 @@ def has_exited(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
+
+
+def allow_most_fds() -> None:
+    """Raises the soft limit on descriptors to the hard one: a custodian holds one a slab."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rollplex.core.config import OptimizerConfig
+from rollplex.core.errors import WrongState
 from rollplex.core.ids import state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
@@ -20,7 +21,7 @@ from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ModelConfig, VisionLanguageModel, load_into, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
 from rollplex.trainer.gradients import GradientBuffer
-from rollplex.trainer.optimizer_state import OptimizerState, StateLayout, format_slab
+from rollplex.trainer.optimizer_state import OptimizerState, StateLayout
 
 
 def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayout:
@@ -37,7 +38,13 @@ class HeldSlab:
     """A slab mapped writable under an exclusive lease for as long as the run is open."""
 
     def __init__(self, session: BrokerSession, driver: Driver, name: str, size_bytes: int) -> None:
+        """Raises WrongState when the slab has another size."""
         self._lease: SlabLease = session.lease(name, LeaseMode.WRITE)
+        found = self._lease.slab.size_bytes
+        if found != size_bytes:
+            self._lease.release()
+            raise WrongState(f"slab {name} has {found} bytes; this configuration needs {size_bytes}: it was laid out for "
+                             "other trainable parameters, chunk_elements or dtype", reason="STATE_LAYOUT_MISMATCH")
         self._mapped = MappedSlab(driver, size_bytes)
         self._mapped.bind(self._lease, writable=True)
         self.bytes = self._mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8"))
@@ -61,9 +68,7 @@ class RunState:
             for what in ("optimizer", "flips", "gradients"):
                 self._held.append(HeldSlab(session, session.driver, state_slab(run, model.tp_rank, what), sizes[what]))
             state, flips, gradients = (held.bytes for held in self._held)
-            if new:
-                format_slab(state, layout)
-            self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)))
+            self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)), new=new)
             self.gradients = GradientBuffer(layout, gradients, model)
         except BaseException:
             self._release()
@@ -114,6 +119,7 @@ def load_weights(checkpoint: Path, config: ModelConfig, model: VisionLanguageMod
     views = _OneAtATime(shapes, getattr(torch, state.layout.dtype), store)
     load_into(checkpoint, config, views, model.tp_rank, model.tp_size)
     views.flush()
+    state.finish_step(0)
 
 
 class _OneAtATime(Mapping[str, torch.Tensor]):

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-import torch
-
 from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
@@ -23,7 +21,7 @@ from rollplex.model import VisionLanguageModel, destroy_tensor_parallel
 from rollplex.trainer import custody, export
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
-from rollplex.trainer.suffixes import SuffixRunner
+from rollplex.trainer.suffixes import SuffixRunner, check_responses
 from rollplex.trainer.update import StreamedUpdate
 
 
@@ -134,8 +132,9 @@ class TrainerEngine:
         Raises BadInput for a temperature of 0 or below, WrongState for a group without boundary, before scoring any.
         """
         self._require_bound()
-        for group in groups:
-            self._prefixes.get(group.group_index)
+        if not temperature > 0:
+            raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
+        self._check_responses(groups)
         samples: list[work.SampleLogprobs] = []
         runner = self._runner()
         for done, group in enumerate(groups, start=1):
@@ -151,16 +150,16 @@ class TrainerEngine:
                      ) -> work.SuffixResult:
         """Adds the groups' gradients to the mini-batch's and consumes their boundaries; always in index order.
 
-        `scale` spans the whole mini-batch (loss.py says how to count), so it may be trained in several calls. Raises WrongState
-        for a group without boundary, before touching any, and once the gradient has been measured.
+        `scale` spans the whole mini-batch (loss.py says how to count), so it may be trained in several calls. Raises, before
+        touching any group, WrongState for one without boundary or once the gradient has been measured, and BadInput for
+        responses that `check_responses` refuses.
         """
         self._require_bound()
         if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
             raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
                              reason="GRADIENT_STAGE", stage=self._stage.value)
         ordered = sorted(groups, key=lambda group: group.group_index)
-        for group in ordered:
-            self._prefixes.get(group.group_index)
+        self._check_responses(ordered)
         self._stage = GradientStage.SUMMING
         runner, metrics = self._runner(), MetricSums()
         for done, group in enumerate(ordered, start=1):
@@ -271,6 +270,11 @@ class TrainerEngine:
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
                             self._config.suffix_micro_batch_samples, self._chunk_tokens)
+
+    def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
+        for group in groups:
+            self._prefixes.get(group.group_index)
+            check_responses(group, self._model.config)
 
     def _discard_gradients(self) -> None:
         if self._stage is not GradientStage.EMPTY:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import struct
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,17 +92,18 @@ class StateLayout:
 class OptimizerState:
     """The slots, and which chunk is in which. `spare` and `flip` are the pair that moves a chunk."""
 
-    def __init__(self, layout: StateLayout, slab: torch.Tensor, log: FlipLog) -> None:
-        """`slab`: uint8 [layout.size_bytes], formatted by `format_slab` or left by an earlier process.
+    def __init__(self, layout: StateLayout, slab: torch.Tensor, log: FlipLog, *, new: bool) -> None:
+        """`slab`: uint8 [layout.size_bytes]; zero-filled when `new`, and nobody's state until `finish_step(0)`.
 
-        Raises WrongState when it was laid out for other parameters, chunks or dtype.
+        Raises WrongState when an earlier process left it unfinished, or laid out for other parameters, chunks or dtype.
         """
         self.layout, self._log = layout, log
         self._header = memoryview(slab.numpy())
         magic, _, digest = _HEADER.unpack(self._header[:_HEADER.size])
-        if magic != _MAGIC or digest != layout.digest:
-            raise WrongState("the optimizer state was laid out for other trainable parameters, chunk_elements or dtype; "
-                             "attach with the run's own configuration", reason="STATE_LAYOUT_MISMATCH")
+        if not new and (magic != _MAGIC or digest != layout.digest):
+            raise WrongState("the optimizer state was never finished, or laid out for other trainable parameters, "
+                             "chunk_elements or dtype; attach with the run's own configuration",
+                             reason="STATE_LAYOUT_MISMATCH")
         shape = (layout.slot_count, 3, layout.slot_elements)
         place = Placement.contiguous("", PAGE_BYTES, shape, layout.dtype)
         flat = slab[PAGE_BYTES:PAGE_BYTES + place.size_bytes]
@@ -117,8 +117,8 @@ class OptimizerState:
         return _HEADER.unpack(self._header[:_HEADER.size])[1]
 
     def finish_step(self, optimizer_step: int) -> None:
-        """All chunks are at this step."""
-        _write_header(self._header, optimizer_step, self.layout.digest)
+        """All chunks are at this step; 0: the master weights are loaded."""
+        self._header[:_HEADER.size] = _HEADER.pack(_MAGIC, optimizer_step, self.layout.digest)
 
     @property
     def interrupted(self) -> bool:
@@ -154,17 +154,3 @@ class OptimizerState:
         parts = [self.current(chunk)[0, offset:offset + stop - start]
                  for chunk, offset, start, stop in self.layout.spans_of[name]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=getattr(torch, self.layout.dtype))
-
-
-def format_slab(slab: torch.Tensor, layout: StateLayout) -> None:
-    """Makes a zero-filled slab the state of step 0."""
-    _write_header(memoryview(slab.numpy()), 0, layout.digest)
-
-
-def trainable_counts(names_and_counts: Sequence[tuple[str, int]], trainable: set[str]) -> tuple[tuple[str, int], ...]:
-    """Keeps the trainable ones, in order."""
-    return tuple((name, count) for name, count in names_and_counts if name in trainable)
-
-
-def _write_header(header: memoryview, optimizer_step: int, digest: bytes) -> None:
-    header[:_HEADER.size] = _HEADER.pack(_MAGIC, optimizer_step, digest)

@@ -17,7 +17,7 @@ from rollplex.core.errors import BadInput
 from rollplex.core.residency import Residency
 from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs
 from rollplex.memory.arena import Arena
-from rollplex.model import VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
+from rollplex.model import ModelConfig, VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import ReadyPrefix
@@ -49,11 +49,7 @@ class SuffixRunner:
         return scored
 
     def train(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
-        """Adds the gradient of the group's share of the mini-batch's loss, suffixes first, then once through the prefix.
-
-        Raises BadInput for arrays that do not fit their response or an advantage that is not finite.
-        """
-        _check(group)
+        """Adds the gradient of the group's share of the mini-batch's loss, suffixes first, then once through the prefix."""
         metrics = MetricSums()
         for samples in self._micro_batches(group):
             if any(sample.scored for sample in samples):
@@ -96,7 +92,7 @@ class SuffixRunner:
 
 def _tokens(samples: Sequence[ResponseSample], logprobs: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]
             ) -> Tokens:
-    """`_check` has seen the samples: an optional array is there for all of a group or for none."""
+    """`check_responses` has seen the samples: an optional array is there for all of a group or for none."""
     logp_T = torch.cat(list(logprobs))
 
     def joined(name: str) -> torch.Tensor | None:
@@ -111,17 +107,32 @@ def _tokens(samples: Sequence[ResponseSample], logprobs: Sequence[torch.Tensor],
                   rollout_logprobs=joined("rollout_logprobs"), entropy=torch.cat(list(entropies)))
 
 
-def _check(group: ResponseGroup) -> None:
+def check_responses(group: ResponseGroup, config: ModelConfig) -> None:
+    """Raises BadInput, naming group and sample, for a response that is empty or holds a token that rollout may not sample,
+    for arrays that do not fit it, or for an advantage that is not finite."""
     for name in ("rollout_logprobs", "reference_logprobs", "old_logprobs"):
-        arrays = [getattr(sample, name) for sample in group.samples]
-        if any(values is None for values in arrays) and any(values is not None for values in arrays):
+        given = [getattr(sample, name) is not None for sample in group.samples]
+        if any(given) and not all(given):
             raise BadInput(f"group {group.group_index}: {name} is given for some samples only", reason="BAD_RESPONSE",
                            group_index=group.group_index)
-        for sample, values in zip(group.samples, arrays):
-            if values is not None and len(values) != len(sample.token_ids):
-                raise BadInput(f"group {group.group_index}, sample {sample.sample_index}: {len(values)} {name} for "
-                               f"{len(sample.token_ids)} tokens", reason="BAD_RESPONSE", group_index=group.group_index)
     for sample in group.samples:
-        if not math.isfinite(sample.advantage):
-            raise BadInput(f"group {group.group_index}, sample {sample.sample_index}: advantage {sample.advantage}",
-                           reason="BAD_RESPONSE", group_index=group.group_index)
+        wrong = _wrong_with(sample, config)
+        if wrong:
+            raise BadInput(f"group {group.group_index}, sample {sample.sample_index}: {wrong}", reason="BAD_RESPONSE",
+                           group_index=group.group_index, sample_index=sample.sample_index)
+
+
+def _wrong_with(sample: ResponseSample, config: ModelConfig) -> str:
+    length = len(sample.token_ids)
+    if not length:
+        return "the response is empty"
+    if min(sample.token_ids) < 0 or max(sample.token_ids) >= config.vocab_size:
+        return f"a token lies outside the vocabulary of {config.vocab_size}"
+    forbidden = set(sample.token_ids).intersection(config.forbidden_token_ids)
+    if forbidden:
+        return f"token {min(forbidden)} is a vision token, which no response may hold"
+    for name in ("rollout_logprobs", "reference_logprobs", "old_logprobs"):
+        values = getattr(sample, name)
+        if values is not None and len(values) != length:
+            return f"{len(values)} {name} for {length} tokens"
+    return "" if math.isfinite(sample.advantage) else f"advantage {sample.advantage}"

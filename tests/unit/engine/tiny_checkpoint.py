@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rollplex.core import work
 from rollplex.core.placement import Placement, align_up
 from rollplex.data.media import MediaItem
 from rollplex.data.processor import PromptProcessor
 from rollplex.memory.host_driver import sealed_memfd
-from rollplex.model import ActorLayout, VisionLanguageModel, load_into, read_model_config
+from rollplex.model import (
+    ActorLayout,
+    VisionLanguageModel,
+    destroy_tensor_parallel,
+    init_tensor_parallel,
+    load_into,
+    read_model_config,
+)
 
 # isort: split
 # After rollplex.model, which makes torchvision importable.
@@ -32,8 +42,21 @@ MEDIA = {
 }
 
 
+@contextmanager
+def tensor_parallel() -> Iterator[None]:
+    """A TP group of one, unless another test of this process has left one open."""
+    if dist.is_initialized():
+        yield
+        return
+    init_tensor_parallel(0, 1)
+    try:
+        yield
+    finally:
+        destroy_tensor_parallel()
+
+
 def save_tiny(directory: Path, seed: int = 0) -> Path:
-    """Biases and norms are random too, so that nothing is hidden by a zero; no token is much likelier than another."""
+    """Biases and norms are random too, so that nothing is hidden by a zero; one token in forty ends a response."""
     tokenizer = build_tokenizer(corpus(), VOCAB_SIZE)
     model = build_model(build_config(tokenizer), seed)
     generator = torch.Generator().manual_seed(seed)
@@ -43,6 +66,9 @@ def save_tiny(directory: Path, seed: int = 0) -> Path:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         model.lm_head.weight.mul_(3)
     save_checkpoint(directory, model, tokenizer)
+    generation = json.loads((directory / "generation_config.json").read_text())
+    generation["eos_token_id"] += list(range(40, 50))
+    (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
 
 

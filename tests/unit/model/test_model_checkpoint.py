@@ -167,6 +167,13 @@ def test_bad_directories_are_named(tmp_path, copy):
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(BadInput, match="'llama'; supported is 'qwen2_5_vl'"):
         read_model_config(copy)
+    text = {**config["text_config"], "num_hidden_layers": 99}
+    (copy / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    with pytest.raises(BadInput, match="num_hidden_layers"):
+        read_model_config(copy)
+    (copy / "config.json").write_text(json.dumps({**config, "vision_config": None}))
+    with pytest.raises(BadInput, match="no vision_config"):
+        read_model_config(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(BadInput, match="not valid JSON"):
         read_model_config(copy)

@@ -12,6 +12,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 KINDS, LENGTHS = ["video", "text", "one_token", "image_and_video"], [3, 1, 40]
 
 
+@pytest.fixture(autouse=True)
+def _no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
 def on_cuda(bound: Bound, dtype: torch.dtype) -> tuple[VisionLanguageModel, dict[str, torch.Tensor]]:
     rollout = {name: view.to("cuda", dtype) for name, view in bound.rollout_views.items()}
     model = VisionLanguageModel(bound.config, dtype, "cuda")
@@ -40,7 +46,7 @@ def test_float32_gradients(bind, saved):
     theirs = {name: p.grad for name, p in bound.model.parameters_by_name().items()}
     error = worst_gradient_error(ours, theirs, vocab=bound.config.padded_vocab(1))
     print(f"worst relative gradient error, float32 on CUDA against CPU: {error:.1e}")
-    assert error < 1e-3
+    assert error < 1e-4
 
 
 def test_bfloat16_gradients_point_the_same_way(bind):

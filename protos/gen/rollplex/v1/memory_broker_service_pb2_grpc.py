@@ -114,7 +114,8 @@ class MemoryBrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSlab(self, request, context):
-        """Gives the pages back; refused with FAILED_PRECONDITION while leased by others. A snapshot that loses a slab is forgotten.
+        """Gives the pages back; refused with FAILED_PRECONDITION while leased by others. A snapshot that loses a slab is
+        forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,7 +136,8 @@ class MemoryBrokerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterSnapshot(self, request, context):
-        """Declares a set of slabs to be a run's actor snapshot, VALID at a number. Idempotent; ABORTED while a WRITE lease lives.
+        """Declares a set of slabs to be a run's actor snapshot, VALID at a number. Idempotent; ABORTED while a WRITE lease
+        lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rollplex.core.errors import Aborted, NotFound, Unavailable
+from rollplex.core.leases import LeaseMode
+from rollplex.core.phases import Phase
+from rollplex.core.placement import Placement
+from rollplex.core.work import ResidencyEntry
+from rollplex.memory.mapping import MappedSlab
+
+READ, WRITE = LeaseMode.READ, LeaseMode.WRITE
+ACTOR = "runs/r/actor/host"
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def fill(session, name, value, size=1000, object_class="optimizer_state"):
+    slab = session.create(name, object_class=object_class, size_bytes=size, run="r")
+    with session.lease(name, WRITE) as lease:
+        os.pwrite(lease.fd, bytes([value]) * size, 0)
+    return slab
+
+
+def content(session, name, **options):
+    with session.lease(name, READ, **options) as lease:
+        return os.pread(lease.fd, lease.slab.size_bytes, 0)
+
+
+def test_a_killed_broker_loses_nothing(mesh):
+    session = mesh.session()
+    slabs = [fill(session, f"s/{index}", index) for index in range(3)]
+    fill(session, ACTOR, 9, object_class="actor_snapshot")
+    session.register_snapshot("r", [ACTOR], 4)
+    session.enter_phase("r", 4, Phase.OVERLAP)
+    session.report_residency([ResidencyEntry("boundary_trainer", "trainer", "host", "hbm", 77, 77)])
+    held = session.lease("s/0", WRITE)
+    mapped = MappedSlab(session.driver, 1000)
+    mapped.bind(held, writable=True)
+    tensor = mapped.tensor(Placement.contiguous("s/0", 0, (1000,), "uint8"))
+    rows = session.ledger().rows
+    kill(mesh.broker)
+    tensor.fill_(200)
+    mesh.start_broker()
+    assert session.list_slabs("s/") == tuple(slabs)
+    assert session.generation == 2
+    assert not held.lost
+    assert content(session, "s/0") == bytes([200]) * 1000
+    for index in (1, 2):
+        assert content(session, f"s/{index}") == bytes([index]) * 1000
+    assert content(session, ACTOR, snapshot=4) == bytes([9]) * 1000
+    assert session.ledger().rows == rows
+    assert session.enter_phase("r", 4, Phase.SUFFIX) == ()
+    mapped.close()
+    held.release()
+    new = session.create("after", object_class="optimizer_state", size_bytes=1)
+    assert new.generation > max(slab.generation for slab in slabs)
+
+
+def test_leases_of_other_processes_go_on_without_a_call(mesh):
+    session, reader = mesh.session(), mesh.holder()
+    fill(session, "s", 1)
+    reader.ask("hold('s', 'read')")
+    kill(mesh.broker)
+    mesh.start_broker()
+    session.list_slabs()
+    time.sleep(1.0)
+    with pytest.raises(Aborted, match="rollout-0"):
+        session.lease("s", WRITE)
+    assert reader.ask("[session.generation, held['s'][0].lost, int(held['s'][2].sum())]") == [2, False, 1000]
+    reader.ask("held['s'][0].release()")
+    session.lease("s", WRITE).release()
+
+
+def test_a_reader_that_died_with_the_broker_is_no_obstacle(mesh):
+    session, reader = mesh.session(), mesh.holder()
+    fill(session, ACTOR, 1, object_class="actor_snapshot")
+    session.register_snapshot("r", [ACTOR], 0)
+    reader.ask(f"hold({ACTOR!r}, 'read', snapshot=0)")
+    kill(mesh.broker)
+    kill(reader.process)
+    mesh.start_broker()
+    assert session.begin_update("r", 0, ["trainer-0"]) == 1
+
+
+def test_a_torn_snapshot_stays_torn(mesh):
+    session = mesh.session()
+    fill(session, ACTOR, 1, object_class="actor_snapshot")
+    session.register_snapshot("r", [ACTOR], 0)
+    epoch = session.begin_update("r", 0, ["trainer-0"])
+    writing = session.lease(ACTOR, WRITE, update_epoch=epoch)
+    kill(mesh.broker)
+    mesh.start_broker()
+    info = session.get_snapshot("r")
+    assert (info.state, info.snapshot, info.update_epoch, info.slabs) == ("torn", 0, epoch, (ACTOR,))
+    writing.release()
+    session.publish_snapshot("r", epoch, 1)
+    kill(mesh.broker)
+    mesh.start_broker()
+    assert session.get_snapshot("r").snapshot == 1
+
+
+def test_a_restarted_keeper_is_refilled(mesh):
+    session = mesh.session()
+    slab = fill(session, "s", 7)
+    held = session.lease("s", READ)
+    kill(mesh.keeper)
+    mesh.start_keeper()
+    session.create("made meanwhile", object_class="optimizer_state", size_bytes=10)
+    kill(mesh.broker)
+    mesh.start_broker()
+    assert {found.name for found in session.list_slabs()} == {"s", "made meanwhile"}
+    assert session.list_slabs("s") == (slab,)
+    assert content(session, "s") == bytes([7]) * 1000
+    assert not held.lost
+    held.release()
+
+
+def test_without_the_keeper_a_slab_is_not_promised(node):
+    node.options[-1] = "broker.keeper_timeout_s=0.5"
+    node.start_keeper()
+    node.start_broker()
+    session = node.session()
+    fill(session, "s", 7)
+    kill(node.keeper)
+    with pytest.raises(Unavailable, match="the keeper did not take slab/late"):
+        session.create("late", object_class="optimizer_state", size_bytes=10)
+    assert session.ledger().host_slab_bytes == 1000
+    assert content(session, "s") == bytes([7]) * 1000, "what is there goes on"
+    node.start_keeper()
+    time.sleep(1.5)
+    session.create("late", object_class="optimizer_state", size_bytes=10)
+
+
+def test_a_stopped_keeper_does_not_hold_up_leases(node):
+    node.options[-1] = "broker.keeper_timeout_s=1"
+    node.start_keeper()
+    node.start_broker()
+    session = node.session()
+    fill(session, "s", 7)
+    node.keeper.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    for _ in range(50):
+        session.lease("s", READ).release()
+    assert time.monotonic() - started < 2
+    with pytest.raises(Unavailable, match="keeper"):
+        session.create("late", object_class="optimizer_state", size_bytes=10)
+    node.keeper.send_signal(signal.SIGCONT)
+    session.create("later", object_class="optimizer_state", size_bytes=10)
+
+
+def test_deleted_slabs_do_not_come_back(mesh):
+    session = mesh.session()
+    fill(session, "s", 1)
+    session.delete("s")
+    kill(mesh.broker)
+    mesh.start_broker()
+    assert session.list_slabs() == ()
+    assert session.ledger().host_slab_bytes == 0
+
+
+def test_a_drained_broker_leaves_everything_to_its_successor(mesh):
+    session = mesh.session()
+    slab = fill(session, "s", 3)
+    held = session.lease("s", READ)
+    mesh.broker.terminate()
+    assert mesh.broker.wait(15) == 0
+    mesh.start_broker()
+    assert session.list_slabs() == (slab,)
+    assert not held.lost
+    held.release()
+    session.lease("s", WRITE).release()
+
+
+def test_without_any_keeper_leases_are_lost_and_say_so(node):
+    node.options.append("broker.keeper=false")
+    node.start_broker()
+    session = node.session()
+    fill(session, "s", 3)
+    held = session.lease("s", READ)
+    kill(node.broker)
+    node.start_broker()
+    assert session.list_slabs() == ()
+    assert held.lost
+    held.release()
+    with pytest.raises(NotFound):
+        session.lease("s", READ)
+
+
+def test_a_broker_waits_for_its_keeper_and_gives_up_with_a_reason(node):
+    node.options[-1] = "broker.keeper_timeout_s=0.3"
+    command = [sys.executable, "-m", "rollplex.broker"]
+    for option in node.options:
+        command += ["--set", option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert "KEEPER_DOWN: no keeper answers" in done.stderr
+
+
+def test_a_second_broker_is_refused(mesh):
+    mesh.session()
+    command = [sys.executable, "-m", "rollplex.broker"]
+    for option in [*mesh.options, "broker.keeper=false"]:
+        command += ["--set", option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert "in use" in done.stderr

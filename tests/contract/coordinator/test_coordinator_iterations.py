@@ -1,0 +1,346 @@
+"""The coordinator over stub engines: order of work, barriers, failures, filtering, mini-batches, cancellation, restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+
+import pytest
+from stub_mesh import stub_mesh, text_rows
+
+from rollplex.coordinator.config import CoordinatorConfig
+from rollplex.coordinator.records import IterationKey, IterationState, Note, PhaseSpan, RewardRegistration, RunState
+from rollplex.core.errors import AlreadyExists, BadInput, NotFound, WrongState
+from rollplex.data.rows import PromptRow
+
+
+@pytest.fixture
+async def mesh(tmp_path, tiny_checkpoint):
+    async with stub_mesh(tmp_path / "run", tiny_checkpoint) as mesh:
+        yield mesh
+
+
+async def open_run(mesh, name="run", **config):
+    return await mesh.coordinator.create_run(name, json.dumps(config))
+
+
+async def iterate(mesh, rows=None, name="run", **options):
+    iteration, _ = await mesh.coordinator.submit(name, rows or text_rows(3), "", validation=False)
+    return await mesh.finished(iteration.key, **options)
+
+
+async def events_of(mesh, kind, name="run"):
+    await mesh.coordinator.log_of(mesh.coordinator.run(name)).flush()
+    return [event.body for event in await mesh.coordinator.journal.events(name, 0, 10000) if isinstance(event.body, kind)]
+
+
+async def test_an_iteration_goes_through_its_phases_and_publishes(mesh):
+    await open_run(mesh, sampling={"samples_per_group": 4})
+    done = await iterate(mesh)
+    assert done.state is IterationState.DONE
+    run = mesh.coordinator.run("run")
+    assert (run.snapshot, run.optimizer_step, run.prompts_consumed) == (1, 1, 3)
+    assert mesh.trainer.calls == ["open_run", "bind_snapshot", "bind_snapshot", "materialize_prefix", "train_suffix",
+                                  "leave_snapshot", "measure_gradient", "apply_update", "bind_snapshot"]
+    assert mesh.reference.calls == []  # kl_coef is 0: no reference work at all
+    groups, scale = mesh.trainer.trained[0]
+    assert [group.group_index for group in groups] == [0, 1, 2]
+    assert (scale.sample_count, scale.token_count) == (12, 36)
+    assert [round(sample.advantage, 3) for sample in groups[0].samples] == [-0.866, 0.866, -0.866, 0.866]
+    assert mesh.trainer.bound_snapshot == 1
+    for name in ("reward", "reward_std", "rewards/stub/mean", "rewards/stub/accuracy/mean", "completions/mean_length",
+                 "timing_s/step", "perf/throughput", "actor/pg_loss", "actor/grad_norm", "actor/lr",
+                 "frac_reward_zero_std", "response_length/mean", "rollplex/overlap/window_s"):
+        assert math.isfinite(done.metrics[name]), name
+    assert done.metrics["rewards/stub/mean"] == 0.5
+
+
+async def test_the_reference_works_only_with_a_kl(mesh):
+    await open_run(mesh, loss={"kl_coef": 0.1})
+    await iterate(mesh)
+    assert "materialize_prefix" in mesh.reference.calls
+    assert "score_suffix" in mesh.reference.calls
+    assert mesh.trainer.trained[0][0][0].samples[0].reference_logprobs is not None
+
+
+async def hold_last_token_until_prefix(mesh, schedule):
+    gate = mesh.rollout.last_token_gate = threading.Event()
+    mesh.trainer.hooks["materialize_prefix"] = lambda context: gate.set()
+    await open_run(mesh, schedule=schedule, phase_timeout_s=1.5)
+    return await iterate(mesh)
+
+
+async def test_overlap_really_overlaps(mesh):
+    """Rollout's last token waits for the prefix: side by side that ends."""
+    assert (await hold_last_token_until_prefix(mesh, "overlap")).state is IterationState.DONE
+
+
+async def test_serial_does_not_overlap(mesh):
+    """The same wait under `serial` runs into the phase's deadline, says so, and leaves the snapshot."""
+    failed = await hold_last_token_until_prefix(mesh, "serial")
+    assert failed.state is IterationState.FAILED
+    assert failed.error.kind == "DeadlineExceeded"
+    assert "rollout" in failed.error.message
+    assert mesh.coordinator.run("run").snapshot == 0
+    mesh.rollout.last_token_gate = None
+    assert (await iterate(mesh)).state is IterationState.DONE
+
+
+async def test_spans_of_serial_do_not_intersect_and_those_of_overlap_do(mesh):
+    mesh.rollout.hooks["generate"] = mesh.trainer.hooks["materialize_prefix"] = lambda context: threading.Event().wait(0.1)
+    spans = {}
+    for schedule in ("serial", "overlap"):
+        await open_run(mesh, schedule, schedule=schedule)
+        await iterate(mesh, name=schedule)
+        ended = {span.span: span for span in await events_of(mesh, PhaseSpan, schedule) if span.ended}
+        spans[schedule] = ended["generate"], ended["trainer_prefix"]
+    generate, prefix = spans["serial"]
+    assert prefix.start_s >= generate.start_s + generate.duration_s - 1e-3
+    generate, prefix = spans["overlap"]
+    assert prefix.start_s < generate.start_s + generate.duration_s
+
+
+async def test_an_engine_error_ends_the_iteration_and_the_next_one_works(mesh):
+    def fail(context):
+        raise RuntimeError("the card is on fire")
+
+    mesh.trainer.hooks["train_suffix"] = fail
+    await open_run(mesh)
+    failed = await iterate(mesh)
+    assert (failed.state, failed.error.kind) == (IterationState.FAILED, "InternalError")
+    assert failed.error.message == "trainer: RuntimeError: the card is on fire"
+    assert "skip_update" in mesh.trainer.calls  # gradients of the broken iteration are zeroed
+    mesh.trainer.hooks.clear()
+    assert (await iterate(mesh)).state is IterationState.DONE
+    assert mesh.coordinator.run("run").snapshot == 1
+
+
+async def test_a_gradient_that_is_not_finite_skips_the_update(mesh):
+    mesh.trainer.grad_norms = [math.nan]
+    await open_run(mesh)
+    done = await iterate(mesh)
+    assert (done.state, done.metrics["rollplex/update_skipped"]) == (IterationState.DONE, 1.0)
+    assert mesh.coordinator.run("run").snapshot == 0
+    assert [note.reason for note in await events_of(mesh, Note)] == ["NON_FINITE_GRADIENT"]
+    assert (await iterate(mesh)).metrics["rollplex/update_skipped"] == 0.0
+
+
+async def test_clipping_and_schedule_reach_the_trainer(mesh):
+    mesh.trainer.grad_norms = [4.0]
+    await open_run(mesh, optimizer={"max_grad_norm": 2.0, "warmup_steps": 4, "learning_rate": 1e-3})
+    done = await iterate(mesh)
+    order = mesh.trainer.orders[-1]
+    assert order.clip_coefficient == pytest.approx(0.5, rel=1e-6)
+    assert (order.learning_rate_factor, order.optimizer_step) == (0.25, 1)
+    assert done.metrics["actor/lr"] == 0.25e-3
+
+
+async def test_an_update_that_breaks_off_is_rolled_forward(mesh):
+    broken = []
+
+    def fail_once(context):
+        if not broken:
+            broken.append(1)
+            raise RuntimeError("half way")
+
+    mesh.trainer.hooks["apply_update"] = fail_once
+    await open_run(mesh)
+    done = await iterate(mesh)
+    assert done.state is IterationState.DONE
+    assert mesh.trainer.calls.count("apply_update") == 2
+    assert "attach" in mesh.trainer.calls
+    assert mesh.coordinator.run("run").snapshot == 1
+    assert await mesh.coordinator.journal.open_update("run") is None
+
+
+async def test_an_update_that_cannot_be_finished_leaves_the_run_recovering_and_a_restart_rolls_it_forward(mesh):
+    def fail(context):
+        raise RuntimeError("half way")
+
+    mesh.trainer.hooks["apply_update"] = fail
+    await open_run(mesh)
+    failed = await iterate(mesh)
+    assert failed.state is IterationState.FAILED
+    assert mesh.coordinator.run("run").state is RunState.RECOVERING
+    with pytest.raises(WrongState, match="recovering"):
+        await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    mesh.trainer.hooks.clear()
+    await mesh.restart()
+    assert (mesh.coordinator.run("run").state, mesh.coordinator.run("run").snapshot) == (RunState.ACTIVE, 1)
+    assert (await iterate(mesh)).state is IterationState.DONE
+
+
+async def test_groups_without_signal_are_counted_and_can_be_filtered(mesh):
+    mesh.reward.value = lambda item: float(item.sample_index % 2) if item.group_index == 1 else 1.0
+    await open_run(mesh, "keeps")
+    kept = await iterate(mesh, name="keeps")
+    assert (kept.metrics["rollplex/groups_without_signal"], kept.metrics["rollplex/groups_filtered"]) == (2.0, 0.0)
+    assert kept.metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    await open_run(mesh, "filters", filter_zero_variance=True)
+    filtered = await iterate(mesh, name="filters")
+    assert filtered.metrics["rollplex/groups_filtered"] == 2.0
+    assert [group.group_index for group in mesh.trainer.trained[-1][0]] == [1]
+    mesh.reward.value = lambda item: 1.0
+    nothing = await iterate(mesh, name="filters")
+    assert (nothing.state, nothing.metrics["rollplex/update_skipped"]) == (IterationState.DONE, 1.0)
+
+
+async def test_several_updates_a_rollout_use_stored_log_probabilities(mesh):
+    await open_run(mesh, optimizer={"updates_per_iteration": 2})
+    await iterate(mesh, text_rows(4))
+    first, second = mesh.trainer.trained
+    assert ([group.group_index for group in first[0]], [group.group_index for group in second[0]]) == ([0, 1], [2, 3])
+    assert all(sample.old_logprobs is not None for groups, _ in (first, second) for group in groups
+               for sample in group.samples)
+    assert mesh.trainer.calls.count("materialize_prefix") == 2  # the second under the new snapshot
+    assert mesh.coordinator.run("run").snapshot == 2
+
+
+async def test_unscored_samples_have_no_reward_no_advantage_and_are_counted(mesh):
+    mesh.reward.value = lambda item: None if item.sample_index == 0 else float(item.sample_index % 2)
+    await open_run(mesh)
+    done = await iterate(mesh)
+    assert done.metrics["reward/unscored_count"] == 3.0
+    sample = mesh.trainer.trained[0][0][0].samples[0]
+    assert (sample.scored, sample.advantage) == (False, 0.0)
+    assert [note.reason for note in await events_of(mesh, Note)] == ["UNSCORED"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+async def test_a_reward_that_is_not_finite_is_unscored(mesh, bad):
+    mesh.reward.value = lambda item: bad if item.sample_index == 1 else 0.0
+    await open_run(mesh)
+    assert (await iterate(mesh)).metrics["reward/unscored_count"] == 3.0
+
+
+async def test_a_reward_that_is_down_costs_its_samples_not_the_iteration(mesh):
+    await mesh.coordinator.rewards.register(RewardRegistration("down", "127.0.0.1:1", 1.0, 0.2, 1))
+    await open_run(mesh)
+    done = await iterate(mesh)
+    assert done.state is IterationState.DONE
+    assert done.metrics["reward/unscored_count"] == 24.0
+    await mesh.coordinator.rewards.unregister("down")
+    assert (await iterate(mesh)).metrics["reward/unscored_count"] == 0.0
+
+
+async def test_rewards_are_weighted_and_can_change_during_a_run(mesh):
+    await open_run(mesh)
+    await mesh.coordinator.rewards.register(RewardRegistration("second", mesh.mesh.address("reward"), -0.5))
+    assert (await iterate(mesh)).metrics["reward"] == pytest.approx(0.5 * (1 - 0.5))
+    await mesh.coordinator.rewards.register(RewardRegistration("second", mesh.mesh.address("reward"), 1.0))
+    assert (await iterate(mesh)).metrics["reward"] == pytest.approx(1.0)
+    with pytest.raises(NotFound):
+        await mesh.coordinator.rewards.unregister("third")
+    with pytest.raises(BadInput):
+        await mesh.coordinator.rewards.register(RewardRegistration("x", "nowhere"))
+
+
+async def test_bad_prompts_are_refused_by_index_and_nothing_is_queued(mesh):
+    await open_run(mesh)
+    rows = text_rows(4)
+    rows[1] = PromptRow(1, [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "?"}]}])
+    rows[3] = PromptRow(3, [{"role": "user", "content": [{"type": "text", "text": ""}]}])
+    with pytest.raises(BadInput) as refused:
+        await mesh.coordinator.submit("run", rows, "", validation=False)
+    assert refused.value.metadata["indices"] == "1,3"
+    assert "the other 2 are untouched" in str(refused.value)
+    assert mesh.rollout.calls.count("generate") == 0
+    assert mesh.coordinator.run("run").next_iteration == 0
+    with pytest.raises(BadInput, match="at least one prompt"):
+        await mesh.coordinator.submit("run", [], "", validation=False)
+
+
+async def test_the_same_request_id_is_the_same_iteration(mesh):
+    await open_run(mesh)
+    first, _ = await mesh.coordinator.submit("run", text_rows(1), "abc", validation=False)
+    again, _ = await mesh.coordinator.submit("run", text_rows(1), "abc", validation=False)
+    assert first.key == again.key
+    await mesh.finished(first.key)
+    assert (await mesh.coordinator.submit("run", text_rows(1), "abc", validation=False))[0].state is IterationState.DONE
+
+
+async def test_cancel_queued_running_and_ended(mesh):
+    gate = mesh.rollout.last_token_gate = threading.Event()
+    await open_run(mesh)
+    running, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    queued, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    await asyncio.sleep(0.2)
+    assert await mesh.coordinator.cancel(queued.key) is IterationState.CANCELLED
+    assert await mesh.coordinator.cancel(running.key) is IterationState.CANCELLED
+    gate.set()
+    assert (await mesh.finished(queued.key)).state is IterationState.CANCELLED
+    assert mesh.coordinator.run("run").snapshot == 0
+    done = await iterate(mesh)
+    assert done.state is IterationState.DONE
+    assert await mesh.coordinator.cancel(done.key) is IterationState.DONE
+
+
+async def test_validation_is_greedy_and_trains_nothing(mesh):
+    await open_run(mesh)
+    iteration, _ = await mesh.coordinator.submit("run", text_rows(2), "", validation=True)
+    done = await mesh.finished(iteration.key)
+    assert (done.state, done.key) == (IterationState.DONE, IterationKey("run", 0, True))
+    assert "train_suffix" not in mesh.trainer.calls
+    assert len(await mesh.coordinator.samples(done.key)) == 2
+    assert (mesh.coordinator.run("run").snapshot, mesh.coordinator.run("run").next_iteration) == (0, 0)
+
+
+async def test_runs(mesh):
+    await open_run(mesh, "one", seed=1)
+    assert (await open_run(mesh, "one", seed=1)).name == "one"
+    with pytest.raises(AlreadyExists):
+        await open_run(mesh, "one", seed=2)
+    await open_run(mesh, "two")
+    assert mesh.coordinator.run("one").state is RunState.CLOSED
+    with pytest.raises(WrongState, match="closed"):
+        await mesh.coordinator.submit("one", text_rows(1), "", validation=False)
+    with pytest.raises(NotFound):
+        await mesh.coordinator.submit("three", text_rows(1), "", validation=False)
+    with pytest.raises(BadInput, match="did you mean 'schedule'"):
+        await open_run(mesh, "four", shedule="serial")
+
+
+async def test_without_a_reward_nothing_is_accepted(mesh):
+    await mesh.coordinator.rewards.unregister("stub")
+    await open_run(mesh)
+    with pytest.raises(WrongState, match="reward add"):
+        await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+
+
+async def test_a_restarted_coordinator_fails_what_ran_and_goes_on_with_what_was_queued(mesh):
+    mesh.rollout.last_token_gate = threading.Event()
+    await open_run(mesh)
+    running, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    queued, _ = await mesh.coordinator.submit("run", text_rows(2), "", validation=False)
+    await asyncio.sleep(0.2)
+    mesh.coordinator._clean_up = mesh.coordinator._end = lambda *_: asyncio.sleep(0)  # as if killed: no last words
+    mesh.rollout.last_token_gate.set()
+    await mesh.restart()
+    mesh.rollout.last_token_gate = None
+    assert (await mesh.finished(queued.key)).state is IterationState.DONE
+    failed = await mesh.coordinator.iteration(running.key)
+    assert (failed.state, failed.error.reason) == (IterationState.FAILED, "COORDINATOR_RESTARTED")
+
+
+async def test_events_are_numbered_without_gaps_and_resume(mesh):
+    await open_run(mesh)
+    await iterate(mesh)
+    log = mesh.coordinator.log_of(mesh.coordinator.run("run"))
+    await log.flush()
+    everything = await mesh.coordinator.journal.events("run", 0, 1000)
+    assert [event.sequence for event in everything] == list(range(1, log.last_sequence + 1))
+    resumed = []
+    async for event in mesh.coordinator.watch("run", 3):
+        resumed.append(event)
+        if event.sequence == log.last_sequence:
+            break
+    assert resumed == everything[3:]
+
+
+async def test_two_mini_batches_leave_no_group_out(tmp_path, tiny_checkpoint):
+    async with stub_mesh(tmp_path / "run", tiny_checkpoint, CoordinatorConfig(builtin_reward="")) as mesh:
+        await open_run(mesh, optimizer={"updates_per_iteration": 4})
+        await iterate(mesh, text_rows(3))  # fewer groups than updates asked for
+        assert [[group.group_index for group in groups] for groups, _ in mesh.trainer.trained] == [[0], [1], [2]]

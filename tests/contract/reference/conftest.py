@@ -1,0 +1,54 @@
+"""A broker, and the reference served over its socket."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "rollout"), str(Path(__file__).parents[2] / "unit" / "engine")]
+
+from engine_rig import RUN, Loop, broker, connect, served  # noqa: E402
+from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel  # noqa: E402
+
+from rollplex.core.config import MeshSection, ModelSection  # noqa: E402
+from rollplex.data.processor import PromptProcessor  # noqa: E402
+from rollplex.engine.prompts import PromptReader  # noqa: E402
+from rollplex.memory.host_driver import HostDriver  # noqa: E402
+from rollplex.reference.config import ReferenceConfig, ReferenceSection  # noqa: E402
+from rollplex.reference.server import PROCESS, build_engine  # noqa: E402
+from rollplex.reference.servicer import add_reference  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    torch.set_num_threads(1)
+    checkpoint = save_tiny(tmp_path_factory.mktemp("tiny"))
+    section = MeshSection(runtime_dir=tmp_path_factory.mktemp("mesh"))
+    section.runtime_dir.chmod(0o700)
+    loop = Loop()
+    with tensor_parallel(), broker(section), connect(section, "coordinator", "coordinator") as session:
+        processor = PromptProcessor.load(checkpoint, max_prompt_tokens=2048)
+        oracle = frozen_model(checkpoint)
+
+        def deposit(name: str, fd: int, size_bytes: int) -> object:
+            return session.deposit(name, fd, object_class="media", run=RUN)
+
+        yield SimpleNamespace(
+            section=section, checkpoint=checkpoint, session=session, loop=loop, oracle=oracle,
+            config=ReferenceConfig(model=ModelSection(checkpoint=checkpoint), mesh=section,
+                                   reference=ReferenceSection(suffix_tokens=24)),
+            reader=PromptReader(session, HostDriver(), processor, oracle.config),
+            prompts=PromptMaker(processor, deposit))
+
+
+@pytest.fixture(scope="module")
+def serve_reference(mesh):
+    """A new reference process's engine, served until the end of the context."""
+    def serve(config: ReferenceConfig = mesh.config):
+        return served(mesh.loop, mesh.section, PROCESS, build_engine(config), add_reference)
+
+    return serve

@@ -1,0 +1,194 @@
+"""A broker process, an engine served from this process over its Unix socket, and the coordinator's and trainer's part."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from rollplex.core import ids, work
+from rollplex.core.config import MeshSection
+from rollplex.core.errors import RollplexError, Unavailable
+from rollplex.engine.actor import ActorMapping
+from rollplex.memory.client import BrokerSession
+from rollplex.memory.host_driver import HostDriver
+from rollplex.model import ActorLayout, load_into, read_model_config
+from rollplex.rpc.channel import sync_channel
+from rollplex.rpc.convert import from_proto
+from rollplex.rpc.engine_server import start_engine
+from rollplex.rpc.status import error_from_rpc, from_detail
+from rollplex.v1 import phase_service_pb2 as phase_pb
+from rollplex.v1 import phase_service_pb2_grpc as phase_grpc
+from rollplex.v1 import types_pb2
+
+RUN = "contract"
+
+
+@contextmanager
+def broker(mesh: MeshSection) -> Iterator[None]:
+    """`python -m rollplex.broker` until the end of the context."""
+    log = mesh.runtime_dir / "broker.log"
+    mesh.runtime_dir.mkdir(mode=0o700, exist_ok=True)
+    overrides = [f"mesh.runtime_dir={mesh.runtime_dir}", "broker.keeper=false"]
+    command = [sys.executable, "-m", "rollplex.broker", *(part for item in overrides for part in ("--set", item))]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stderr=output, stdout=output)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def connect(mesh: MeshSection, process: str, role: str) -> BrokerSession:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=process, role=role)
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+
+
+class Loop:
+    """An event loop on a thread of its own, so that tests stay plain functions."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+
+@dataclass
+class Outcome:
+    """What watching a command brought."""
+
+    kinds: list[str] = field(default_factory=list)
+    batches: list[list[work.FinishedSample]] = field(default_factory=list)
+    result: Any = None
+    error: RollplexError | None = None
+
+    @property
+    def samples(self) -> dict[tuple[int, int], work.FinishedSample]:
+        return {(sample.group_index, sample.sample_index): sample for batch in self.batches for sample in batch}
+
+    def value(self, name: str, cls: type) -> Any:
+        """The result as a core dataclass; raises the command's failure."""
+        if self.error is not None:
+            raise self.error
+        return from_proto(cls, getattr(self.result, name))
+
+
+class EngineClient:
+    """The coordinator's side of one engine."""
+
+    _epochs = itertools.count(1)
+
+    def __init__(self, address: str) -> None:
+        self.channel = sync_channel(address)
+        self.phase = phase_grpc.PhaseServiceStub(self.channel)
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=10, wait_for_ready=True)
+        self._epoch, self._sequence = next(self._epochs), 0
+        self.phase.Join(phase_pb.JoinRequest(epoch=self._epoch), timeout=10)
+
+    def start(self, method: Callable, message: type, *, snapshot: int = 0, iteration: int = 0, timeout_s: float = 60,
+              **fields: Any) -> str:
+        self._sequence += 1
+        header = types_pb2.CommandHeader(command_id=ids.new_id("command"), epoch=self._epoch, sequence=self._sequence,
+                                         run=RUN, iteration=iteration, snapshot=snapshot)
+        header.timeout.FromMilliseconds(int(timeout_s * 1000))
+        try:
+            return method(message(header=header, **fields), timeout=10).command_id
+        except grpc.RpcError as error:
+            self._sequence -= 1
+            raise error_from_rpc(error) from error
+
+    def watch(self, command_id: str, on_samples: Callable[[], None] = lambda: None) -> Outcome:
+        outcome = Outcome()
+        for event in self.phase.WatchCommand(phase_pb.WatchCommandRequest(command_id=command_id), timeout=120):
+            kind = event.WhichOneof("event")
+            outcome.kinds.append(kind)
+            if kind == "samples":
+                outcome.batches.append([from_proto(work.FinishedSample, item) for item in event.samples.samples])
+                on_samples()
+            elif kind == "result":
+                outcome.result = event.result
+            elif kind == "failure":
+                outcome.error = from_detail(event.failure)
+        return outcome
+
+    def open_run(self, actor_slab: str = "") -> work.OpenRunResult:
+        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest, actor_slab=actor_slab)
+        return self.watch(command).value("open_run", work.OpenRunResult)
+
+    def bind(self, snapshot: int) -> work.BindResult:
+        command = self.start(self.phase.StartBindSnapshot, phase_pb.StartBindSnapshotRequest, snapshot=snapshot)
+        return self.watch(command).value("bind", work.BindResult)
+
+    def quiesce(self, *, leave: bool = True) -> work.QuiesceResult:
+        command = self.start(self.phase.StartQuiesce, phase_pb.StartQuiesceRequest, leave_snapshot=leave)
+        return self.watch(command).value("quiesce", work.QuiesceResult)
+
+    def abort(self, command_id: str) -> bool:
+        return self.phase.AbortCommand(phase_pb.AbortCommandRequest(command_id=command_id), timeout=10).aborting
+
+
+class Actor:
+    """The trainer's part: it fills the actor slab from a checkpoint and publishes snapshots."""
+
+    def __init__(self, session: BrokerSession, checkpoint: Path, dtype: str = "float32") -> None:
+        config = read_model_config(checkpoint)
+        self.session, self.snapshot = session, 0
+        self.layout = ActorLayout.build(config, 1, dtype)
+        self.slab = ids.actor_slab(RUN, "host")
+        session.create(self.slab, object_class="actor_snapshot", size_bytes=self.layout.size_bytes, run=RUN)
+        self.mapping = ActorMapping(session, HostDriver(), self.layout)
+        self.mapping.open(self.slab)
+        self.inode = self.mapping.bind_for_update(None)
+        self.views = self.layout.training_views(self.mapping.views())
+        load_into(checkpoint, config, self.views)
+        self.mapping.unbind()
+        session.register_snapshot(RUN, [self.slab], 0)
+
+    def publish(self, change: Callable[[dict[str, torch.Tensor]], None]) -> int:
+        """Applies `change` to the training views under an update epoch; the new snapshot's number."""
+        epoch = self.session.begin_update(RUN, self.snapshot, [self.session.process])
+        self.mapping.bind_for_update(epoch)
+        change(self.views)
+        self.mapping.unbind()
+        self.snapshot += 1
+        self.session.publish_snapshot(RUN, epoch, self.snapshot)
+        return self.snapshot
+
+    def depositor(self) -> Callable[[str, int, int], object]:
+        return lambda name, fd, size: self.session.deposit(name, fd, object_class="media", run=RUN)
+
+
+@contextmanager
+def served(loop: Loop, mesh: MeshSection, name: str, engine: Any, add_role: Any) -> Iterator[EngineClient]:
+    running = loop.run(start_engine(name, mesh.address(name), engine, add_role))
+    client = EngineClient(mesh.address(name))
+    try:
+        yield client
+    finally:
+        client.channel.close()
+        loop.run(running.drain(2))
+        engine.close()
+
+
+def ledger_bytes(session: BrokerSession, object_class: str) -> int:
+    """Bytes of a class in the ledger, all roles together."""
+    return sum(row.size_bytes for row in session.ledger().rows if row.object_class == object_class)

@@ -1,0 +1,249 @@
+"""A whole mesh in one process: real broker, coordinator, intake, journal and chassis; engines that answer at once.
+
+For what concerns the coordinator alone: order, barriers, failures, overhead. `python -m` services are tested in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollplex.broker.config import BrokerConfig, BrokerSection
+from rollplex.broker.server import Broker, add_broker
+from rollplex.coordinator.config import CoordinatorConfig
+from rollplex.coordinator.engine import Coordinator
+from rollplex.coordinator.records import RewardRegistration
+from rollplex.coordinator.server import build
+from rollplex.core import work
+from rollplex.core.config import MeshSection, ModelSection, RunConfig
+from rollplex.core.ids import actor_slab
+from rollplex.data.rows import PromptRow
+from rollplex.memory.client import BrokerSession
+from rollplex.reference.servicer import add_reference
+from rollplex.rollout.servicer import add_rollout
+from rollplex.rpc.engine_server import start_engine
+from rollplex.rpc.server import start_server
+from rollplex.trainer.servicer import add_trainer
+from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
+
+ACTOR_BYTES = 4096
+
+
+@dataclass
+class Stub:
+    """What the three stub engines share. `hooks` run on the owner thread before a method's answer."""
+
+    role: str
+    mesh: MeshSection
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    layout_hash: str = "stub"
+    open_run_name: str = ""
+    bound_snapshot: int = -1
+    calls: list[str] = field(default_factory=list)
+    hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
+    session: BrokerSession | None = None
+
+    def __post_init__(self) -> None:
+        """For what a role keeps beside the above."""
+
+    def _enter(self, name: str, context: work.WorkContext) -> None:
+        self.calls.append(name)
+        if name in self.hooks:
+            self.hooks[name](context)
+        context.check()
+
+    def open_run(self, context, run, snapshot, config: RunConfig, slab, attach) -> work.OpenRunResult:
+        self._enter("attach" if attach else "open_run", context)
+        self.open_run_name = run
+        if self.role == "trainer" and not attach:
+            self.session = self.session or BrokerSession.connect(
+                self.mesh.address("broker"), self.mesh.handle_socket, process="trainer-0", role="trainer")
+            slab = actor_slab(run, "host")
+            self.session.create(slab, object_class="actor_snapshot", size_bytes=ACTOR_BYTES, run=run)
+        return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
+
+    def bind_snapshot(self, context, snapshot) -> work.BindResult:
+        self._enter("bind_snapshot", context)
+        self.bound_snapshot = snapshot
+        return work.BindResult(snapshot, 1, 7)
+
+    def quiesce(self, context, leave_snapshot) -> work.QuiesceResult:
+        self._enter("leave_snapshot" if leave_snapshot else "quiesce", context)
+        if leave_snapshot:
+            self.bound_snapshot = -1
+        return work.QuiesceResult(0)
+
+    def residency(self) -> Sequence[work.ResidencyEntry]:
+        return ()
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+class StubRollout(Stub):
+    """Answers `respond(group_index, sample_index)` token ids for every sample, at once."""
+
+    respond: Callable[[int, int], list[int]] = staticmethod(lambda group, sample: [5 + sample % 3, 6, 7])
+    last_token_gate: threading.Event | None = None
+    """When set, the last sample is held back until the event is."""
+
+    def generate(self, context, groups, sampling, *, snapshot, iteration) -> work.GenerateResult:
+        self._enter("generate", context)
+        finished = []
+        for group in groups:
+            for index in range(group.sample_count):
+                ids = array("q", self.respond(group.group_index, index))
+                finished.append(work.FinishedSample(group.group_index, index, ids, array("f", [-1.0] * len(ids)), "stop"))
+        context.samples(finished[:-1])
+        while self.last_token_gate is not None and not self.last_token_gate.wait(0.01):
+            context.check()
+        context.samples(finished[-1:])
+        return work.GenerateResult(sum(len(group.token_ids) for group in groups), 3 * len(finished), 0.0, 0.0,
+                                   tuple(group.prompt_hash for group in groups))
+
+
+class StubScorer(Stub):
+    """What reference and trainer both answer."""
+
+    def materialize_prefix(self, context, groups) -> work.PrefixResult:
+        self._enter("materialize_prefix", context)
+        return work.PrefixResult(tuple(group.prompt_hash for group in groups), 0, 0)
+
+    def score_suffix(self, context, groups, *, temperature, keep_boundaries) -> work.ScoreResult:
+        self._enter("score_suffix", context)
+        return work.ScoreResult(tuple(
+            work.SampleLogprobs(group.group_index, sample.sample_index, array("f", [-1.0] * len(sample.token_ids)))
+            for group in groups for sample in group.samples))
+
+
+class StubTrainer(StubScorer):
+    """Keeps what it was told to train on; `grad_norms` are answered one an update, then 1.0."""
+
+    def __post_init__(self) -> None:
+        self.trained: list[tuple[Sequence[work.ResponseGroup], work.LossScale]] = []
+        self.orders: list[work.UpdateOrder] = []
+        self.grad_norms: list[float] = []
+
+    def require(self, run, snapshot) -> None:
+        """The stub serves whatever it is asked."""
+
+    def train_suffix(self, context, groups, scale) -> work.SuffixResult:
+        self._enter("train_suffix", context)
+        self.trained.append((groups, scale))
+        return work.SuffixResult({"actor/pg_loss": 0.25})
+
+    def measure_gradient(self, context) -> work.GradientResult:
+        self._enter("measure_gradient", context)
+        norm = self.grad_norms.pop(0) if self.grad_norms else 1.0
+        return work.GradientResult(norm, norm == norm and abs(norm) != float("inf"))
+
+    def apply_update(self, context, order) -> work.UpdateResult:
+        self._enter("skip_update" if order.skip else "apply_update", context)
+        self.orders.append(order)
+        return work.UpdateResult(1, 0, 0)
+
+    def export_checkpoint(self, context, path) -> work.CheckpointResult:
+        self._enter("export_checkpoint", context)
+        return work.CheckpointResult(str(path), 1)
+
+
+class StubReward(reward_service_pb2_grpc.RewardServiceServicer):
+    """Scores by `value(item)`: a float, or None for unscored."""
+
+    def __init__(self) -> None:
+        self.value: Callable[[Any], float | None] = lambda item: float(item.sample_index % 2)
+        self.requests = 0
+
+    async def DescribeReward(self, request, context):
+        return reward_service_pb2.DescribeRewardResponse(name="stub")
+
+    async def Score(self, request, context):
+        self.requests += 1
+        values = [self.value(item) for item in request.items]
+        return reward_service_pb2.ScoreResponse(scores=[
+            reward_service_pb2.Score(value=value, parts={"accuracy": value or 0.0}) if value is not None
+            else reward_service_pb2.Score(error="no idea") for value in values])
+
+
+@dataclass
+class StubMesh:
+    coordinator: Coordinator
+    mesh: MeshSection
+    rollout: StubRollout
+    reference: StubScorer
+    trainer: StubTrainer
+    reward: StubReward
+    restart: Callable
+    """Closes the coordinator and builds another one on the same journal."""
+
+    async def finished(self, key, timeout_s: float = 20.0):
+        """The iteration once it has ended."""
+        deadline = time.monotonic() + timeout_s
+        async for event in self.coordinator.watch(key.run, 0):
+            assert time.monotonic() < deadline, "the iteration did not end"
+            body = event.body
+            if getattr(body, "iteration", None) and body.iteration["key"] == {
+                    "run": key.run, "iteration": key.iteration, "validation": key.validation} and body.iteration["end_time_s"]:
+                return await self.coordinator.iteration(key)
+        raise AssertionError("the watch ended")
+
+
+@asynccontextmanager
+async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None):
+    """Starts everything; `register_reward` puts the stub reward in as "stub"."""
+    mesh = MeshSection(runtime_dir=runtime_dir, drain_timeout_s=0.2)
+    model = ModelSection(checkpoint=checkpoint)
+    config = config or CoordinatorConfig(builtin_reward="")
+    broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
+    servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
+    await broker.start()
+    engines = {"rollout-0": (StubRollout("rollout", mesh), add_rollout),
+               "reference-0": (StubScorer("reference", mesh), add_reference),
+               "trainer-0": (StubTrainer("trainer", mesh), add_trainer)}
+    for name, (engine, add) in engines.items():
+        servers.append(await start_engine(name, mesh.address(name), engine, add))
+    reward = StubReward()
+
+    def add_reward(server):
+        reward_service_pb2_grpc.add_RewardServiceServicer_to_server(reward, server)
+        return ["rollplex.v1.RewardService"]
+
+    servers.append(await start_server("reward", mesh.address("reward"), add_reward))
+    current = {}
+
+    async def start_coordinator() -> Coordinator:
+        if current:
+            await current["close"]()
+        current["coordinator"], current["close"] = await build(mesh, model, config)
+        await current["coordinator"].start()
+        return current["coordinator"]
+
+    async def restart() -> None:
+        result.coordinator = await start_coordinator()
+
+    result = StubMesh(await start_coordinator(), mesh, engines["rollout-0"][0], engines["reference-0"][0],
+                      engines["trainer-0"][0], reward, restart)
+    await result.coordinator.rewards.register(RewardRegistration("stub", mesh.address("reward")))
+    try:
+        yield result
+    finally:
+        await current["close"]()
+        for engine, _ in engines.values():
+            engine.close()
+        for server in reversed(servers):
+            await server.drain(0.1)
+        await broker.close()
+
+
+def text_rows(count: int) -> list[PromptRow]:
+    """Prompts without media."""
+    return [PromptRow(index, [{"role": "user", "content": [{"type": "text", "text": f"Which direction, number {index}?"}]}],
+                      ground_truth="A", problem_type="multiple choice") for index in range(count)]

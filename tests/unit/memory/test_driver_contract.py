@@ -1,0 +1,217 @@
+"""What every driver promises. The CUDA driver joins by one more entry in DRIVERS."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from rollplex.core.placement import Placement
+from rollplex.memory import views
+from rollplex.memory.host_driver import HostDriver
+
+DRIVERS = [HostDriver]
+SIZE = 3 * mmap.PAGESIZE + 100
+
+
+@pytest.fixture(params=DRIVERS, ids=lambda kind: kind.__name__)
+def driver(request):
+    return request.param()
+
+
+@pytest.fixture
+def reservation(driver):
+    reserved = driver.reserve(SIZE)
+    yield reserved
+    driver.free(reserved)
+
+
+@pytest.fixture
+def handle(driver):
+    made = driver.create(SIZE, "test")
+    yield made
+    driver.release(made)
+
+
+def test_reservations_are_whole_granules(driver, reservation):
+    assert reservation.size_bytes >= SIZE
+    assert reservation.size_bytes % driver.granularity_bytes == 0
+    assert reservation.address % driver.granularity_bytes == 0
+
+
+def test_new_memory_is_zero_and_keeps_its_bytes_over_unmap(driver, reservation, handle):
+    base = views.base_tensor(reservation.address, SIZE)
+    driver.map(reservation, handle, writable=True)
+    assert not base.any()
+    base.fill_(7)
+    driver.unmap(reservation)
+    driver.map(reservation, handle, writable=False)
+    assert bool((base == 7).all())
+
+
+def test_tensors_made_before_the_first_map_keep_their_address(driver, reservation, handle):
+    base = views.base_tensor(reservation.address, SIZE)
+    tensor = views.tensor(base, Placement.contiguous("s", 64, (5, 7), "float32"))
+    address = tensor.data_ptr()
+    other = driver.create(SIZE, "other")
+    for memory, value in ((handle, 1.5), (other, 2.5), (handle, None)):
+        driver.map(reservation, memory, writable=True)
+        if value is not None:
+            tensor.fill_(value)
+        assert tensor.data_ptr() == address == reservation.address + 64
+        assert tensor[0, 0] == (value or 1.5)
+        driver.unmap(reservation)
+    driver.release(other)
+
+
+def test_two_mappings_share_bytes(driver, reservation, handle):
+    second = driver.reserve(SIZE)
+    driver.map(reservation, handle, writable=True)
+    driver.map(second, handle, writable=False)
+    views.base_tensor(reservation.address, SIZE).fill_(9)
+    assert bool((views.base_tensor(second.address, SIZE) == 9).all())
+    driver.free(second)
+
+
+def test_memory_outlives_its_creators_handle(driver, reservation):
+    made = driver.create(SIZE, "short-lived")
+    fd = driver.export(made)
+    driver.map(reservation, made, writable=True)
+    views.base_tensor(reservation.address, SIZE).fill_(3)
+    driver.unmap(reservation)
+    driver.release(made)
+    taken = driver.import_fd(fd, SIZE)
+    os.close(fd)
+    driver.map(reservation, taken, writable=False)
+    assert bool((views.base_tensor(reservation.address, SIZE) == 3).all())
+    driver.release(taken)
+
+
+def test_exported_descriptors_are_closed_on_exec(driver, handle):
+    fd = driver.export(handle)
+    assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    os.close(fd)
+
+
+def test_another_process_sees_and_writes_the_bytes(driver, reservation, handle):
+    driver.map(reservation, handle, writable=True)
+    base = views.base_tensor(reservation.address, SIZE)
+    base[10] = 42
+    code = """
+        import mmap, sys
+        view = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
+        assert view[10] == 42
+        view[11] = 43
+    """
+    fd = driver.export(handle)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(fd), str(SIZE)], pass_fds=[fd], check=True)
+    os.close(fd)
+    assert base[11] == 43
+
+
+FAULT = """
+    import sys
+    from rollplex.core.placement import Placement
+    from rollplex.memory import views
+    from rollplex.memory.host_driver import HostDriver
+    driver = HostDriver()
+    reservation = driver.reserve(4096)
+    handle = driver.create(4096, "fault")
+    base = views.base_tensor(reservation.address, 4096)
+    driver.map(reservation, handle, writable={writable})
+    base.sum()
+    {before}
+    print("reached", flush=True)
+    {touch}
+    print("survived", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("writable", "before", "touch"), [
+    (True, "driver.unmap(reservation)", "base.sum()"),
+    (True, "driver.unmap(reservation)", "base.fill_(1)"),
+    (False, "pass", "base.fill_(1)"),
+], ids=["read after unmap", "write after unmap", "write to a read-only mapping"])
+def test_forbidden_access_is_a_fault(writable, before, touch):
+    code = textwrap.dedent(FAULT).format(writable=writable, before=before, touch=touch)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["reached"], done.stderr
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_sizes_cannot_change(driver, handle):
+    for size in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(handle.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(handle.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_a_read_only_descriptor_neither_writes_nor_truncates(handle):
+    fd = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.ftruncate(fd, 0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ).close()
+    os.close(fd)
+
+
+def test_a_read_only_descriptor_cannot_be_mapped_writable(driver, reservation, handle):
+    fd = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    taken = driver.import_fd(fd, SIZE)
+    os.close(fd)
+    with pytest.raises(PermissionError):
+        driver.map(reservation, taken, writable=True)
+    driver.map(reservation, taken, writable=False)
+    driver.release(taken)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_below_one_are_refused(driver, size):
+    with pytest.raises(ValueError, match="at least 1"):
+        driver.create(size, "none")
+    with pytest.raises(ValueError, match="at least 1"):
+        driver.reserve(size)
+
+
+def test_nothing_outside_the_reservation_is_touched(driver, reservation, handle):
+    with pytest.raises(ValueError, match="do not fit"):
+        driver.map(reservation, handle, writable=True, offset_bytes=driver.granularity_bytes)
+    with pytest.raises(ValueError, match="granularity"):
+        driver.map(reservation, handle, writable=True, offset_bytes=100)
+    with pytest.raises(ValueError, match="do not fit"):
+        driver.unmap(reservation, size_bytes=reservation.size_bytes + 1)
+
+
+def test_a_smaller_file_is_not_imported(driver, handle):
+    with pytest.raises(ValueError, match=f"{SIZE} bytes, {SIZE + 1} were expected"):
+        driver.import_fd(handle.fd, SIZE + 1)
+
+
+@pytest.mark.parametrize("dtype", list(views.DTYPES))
+def test_views_have_dtype_shape_and_strides(driver, reservation, handle, dtype):
+    driver.map(reservation, handle, writable=True)
+    base = views.base_tensor(reservation.address, SIZE)
+    transposed = Placement("s", 128, (3, 4), (1, 3), dtype)
+    tensor = views.tensor(base, transposed)
+    assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (views.DTYPES[dtype], (3, 4), (1, 3))
+    tensor.copy_(torch.arange(12).view(3, 4))
+    flat = views.tensor(base, Placement.contiguous("s", 128, (12,), dtype))
+    assert flat.tolist() == torch.arange(12).view(3, 4).t().reshape(-1).tolist()
+
+
+def test_views_stay_inside_the_slab(reservation):
+    base = views.base_tensor(reservation.address, 100)
+    views.tensor(base, Placement.contiguous("s", 96, (1,), "float32"))
+    with pytest.raises(ValueError, match="ends at byte 104"):
+        views.tensor(base, Placement.contiguous("s", 96, (2,), "float32"))
