@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,7 +33,7 @@ def phase_seconds(history: RunHistory) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class OverlapComparison:
-    """One and the same prompts, samples and lengths, run `serial` and run `overlap`; seconds, means of the iterations."""
+    """One and the same prompts, samples and lengths, run `serial` and run `overlap`; seconds, medians over iterations."""
 
     iterations: int
     serial_s: float
@@ -66,8 +67,8 @@ def compare_overlap(serial: Sequence[IterationRecord], overlap: Sequence[Iterati
     beside = [_parts(record) for record in overlap[:count]]
     if not count or None in alone or None in beside:
         return None
-    step, decode, prefix = (mean(column) or 0.0 for column in zip(*alone))
-    step_beside, decode_beside, prefix_beside = (mean(column) or 0.0 for column in zip(*beside))
+    step, decode, prefix = (statistics.median(column) for column in zip(*alone))
+    step_beside, decode_beside, prefix_beside = (statistics.median(column) for column in zip(*beside))
     post = max(step - decode - prefix, 0.0)
     slower_decode, slower_prefix = decode_beside - decode, prefix_beside - prefix
     ideal = OverlapEstimate(decode, prefix, post)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -18,7 +19,8 @@ _INTRO = """# Configuration
 One TOML file holds everything; `rollplex` reads all of it strictly before anything starts, and each service then reads
 its own sections. An unknown section or key is an error that names the nearest one. Values are changed for one command
 with `--set section.key=value`. `rollplex config` prints the effective configuration, `rollplex config --check` only
-checks it, and `rollplex config --defaults` prints a file to start from.
+checks it, and `rollplex config --defaults` prints a file to start from. Where a file gives no `mesh.runtime_dir`,
+`rollplex` takes `./.rollplex`; [model] may be left to `--model`.
 
 This page is written by `rollplex config --reference` from the dataclasses; a test compares the two.
 """
@@ -92,10 +94,12 @@ def reference_markdown() -> str:
 
 
 def _summary(cls: type) -> str:
+    """The class's docstring without the section's own name; a generated one says nothing."""
     text = " ".join((cls.__doc__ or "").split())
     if text.startswith(f"{cls.__name__}("):
         return ""
-    return text + "\n" if text else ""
+    text = re.sub(r"^\[\w+\][.:]? ?", "", text)
+    return text[:1].upper() + text[1:] + "\n" if text else ""
 
 
 def _table(keys: list[Key]) -> str:

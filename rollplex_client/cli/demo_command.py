@@ -23,7 +23,7 @@ from rollplex_client.report.sections import TIME_LABELS
 from rollplex_client.summary import OverlapComparison, compare_overlap, summary
 from rollplex_client.sync import Client
 
-CALIBRATION_ITERATIONS = 3
+CALIBRATION_ITERATIONS = 6
 """Of the other schedule, with the same prompts and seeds as the main run's first. The first of each is warm-up."""
 
 

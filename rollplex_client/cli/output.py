@@ -45,7 +45,7 @@ class Output:
     def note(self, message: str) -> None:
         """A line of progress for people; nothing with --json."""
         if not self.json:
-            self.console.print(message, markup=False)
+            self.console.print(message, markup=False, soft_wrap=True)
 
     def error(self, error: RollplexError) -> None:
         print(f"error: {error} [{error.reason}]", file=sys.stderr)

@@ -52,7 +52,7 @@ class LiveProgress:
             self._bars.update(self._samples, completed=body.samples_done, total=body.samples_total,
                               facts=f"{self._phase} {tokens_per_s:.0f} tokens/s{reward}")
         elif isinstance(body, Note) and body.level != "info":
-            self._console.print(f"{body.level}: {body.message} [{body.reason}]", markup=False)
+            self._console.print(f"{body.level}: {body.message} [{body.reason}]", markup=False, soft_wrap=True)
 
     def on_result(self, result: Iteration) -> None:
         facts = result_facts(result)
@@ -60,10 +60,10 @@ class LiveProgress:
             self._bars.update(self._overall, completed=result.iteration + 1, facts=facts)
         if result.validation or not self._console.is_terminal:
             what = "validation" if result.validation else f"{self._title}: iteration"
-            self._console.print(f"{what} {result.iteration} {result.state}: {facts}", markup=False)
+            self._console.print(f"{what} {result.iteration} {result.state}: {facts}", markup=False, soft_wrap=True)
 
     def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
-        self._console.print(f"left out {len(dropped)} prompt(s): {error} [{error.reason}]", markup=False)
+        self._console.print(f"left out {len(dropped)} prompt(s): {error} [{error.reason}]", markup=False, soft_wrap=True)
 
 
 def result_facts(result: Iteration) -> str:

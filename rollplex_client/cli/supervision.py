@@ -21,6 +21,8 @@ from rollplex.core.errors import BadInput, DeadlineExceeded, InternalError, NotF
 from rollplex_client.cli.programs import SUPERVISOR_LOG, SUPERVISOR_PID, SUPERVISOR_SOCKET
 
 FIRST_TO_STOP = "coordinator"
+_NOT_RUNNING = 70
+"""supervisor.xmlrpc.Faults.NOT_RUNNING: it ended by itself meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Supervisor:
         try:
             return getattr(self._proxy.supervisor, method)(*arguments)
         except xmlrpc.client.Fault as fault:
+            if fault.faultCode == _NOT_RUNNING:
+                return None
             raise InternalError(f"supervisor: {fault.faultString}", reason="SUPERVISOR_FAULT") from fault
         except (OSError, xmlrpc.client.ProtocolError) as error:
             raise Unavailable(f"no mesh is up in {self.runtime_dir}; start one with `rollplex up`",
@@ -85,7 +89,7 @@ class Supervisor:
             raise NotFound(f"the mesh has no service {name!r}; it has {', '.join(self.names())}",
                            reason="NO_SUCH_SERVICE", service=name)
         full_name = f"{info['group']}:{name}"
-        if info["pid"]:
+        if info["statename"] not in ("STOPPED", "EXITED", "FATAL"):
             self._call("stopProcess", full_name)
         return full_name
 
@@ -98,7 +102,8 @@ class Supervisor:
         descriptor = os.pidfd_open(pid)
         try:
             # First and alone: an iteration that runs ends in good order only while its engines are there.
-            self._stop(FIRST_TO_STOP)
+            if FIRST_TO_STOP in self.names():
+                self._stop(FIRST_TO_STOP)
             self._call("shutdown")
             if not select.select([descriptor], [], [], timeout_s)[0]:
                 raise DeadlineExceeded(f"supervisor {pid} has not stopped within {timeout_s:.0f} s",

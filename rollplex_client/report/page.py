@@ -30,7 +30,8 @@ def render(history: RunHistory, facts: Mapping[str, Any], baseline: RunHistory |
                          "responses under the snapshot of that number."),
         sections.section("One iteration", sections.timeline(history, baseline)),
         sections.section("Overlap: predicted and measured", sections.equation(facts),
-                         "Serial and overlap iterations of the same prompts, samples and lengths."),
+                         "Medians over iterations of the same prompts, samples and lengths under both schedules, warm-up left "
+                         "out."),
         sections.section("Time by phase", sections.time_table(phase_seconds(history)),
                          "Means over all iterations; spans of the OVERLAP window run side by side."),
         sections.section("Memory", sections.memory_table(history.peaks), memory_note),

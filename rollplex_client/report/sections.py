@@ -41,9 +41,9 @@ def tiles(history: RunHistory, facts: Mapping[str, Any]) -> str:
         return None if None in values else f"{values[0]:.2f} → {values[1]:.2f}"
 
     throughput = facts.get("tokens_per_s")
-    entries = [("accuracy, first and last 5", rise("accuracy_first5", "accuracy_last5")),
-               ("held-out, before and after", rise("heldout_first", "heldout_last")),
-               ("reward, first and last 5", rise("reward_first5", "reward_last5")),
+    entries = [("accuracy (5 first, last)", rise("accuracy_first5", "accuracy_last5")),
+               ("held-out accuracy", rise("heldout_first", "heldout_last")),
+               ("reward (5 first, last)", rise("reward_first5", "reward_last5")),
                ("iterations", str(len(history.iterations))), ("wall time", seconds_text(facts.get("wall_s", 0.0))),
                ("tokens per second", None if throughput is None else f"{throughput:,.0f}")]
     return '<div class="tiles">' + "".join(

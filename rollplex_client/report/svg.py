@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH = 940
+LABEL_WIDTH = 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +109,24 @@ def gantt(groups: Sequence[tuple[str, Sequence[Lane]]], *, label: str) -> str:
         y += heading
         for lane in lanes:
             parts.append(f'<text x="0" y="{y + 15}">{escape(lane.label)}</text>')
-            parts += [_bar(bar, at_x, y, lane_height) for bar in lane.bars]
+            ends = [at_x(bar.start_s) for bar in lane.bars[1:]] + [WIDTH + 1.0]
+            parts += [_bar(bar, at_x, y, lane_height, next_x) for bar, next_x in zip(lane.bars, ends)]
             y += lane_height
         y += 8
     return _svg(parts, height, label)
 
 
-def _bar(bar: Bar, at_x, y: float, lane_height: float) -> str:
+def _bar(bar: Bar, at_x: Callable[[float], float], y: float, lane_height: float, next_x: float) -> str:
+    """A bar and its seconds: behind it where there is room before the next one, else inside, else only as its title."""
     x, end = at_x(bar.start_s), at_x(bar.start_s + bar.duration_s)
     title = f"{bar.label}: {bar.duration_s:.3f} s from {bar.start_s:.3f} s"
+    text = ""
+    if next_x - end > LABEL_WIDTH:
+        text = f'<text x="{end + 5:.1f}" y="{y + 15}">{bar.duration_s:.2f} s</text>'
+    elif end - x > LABEL_WIDTH:
+        text = f'<text class="inside" x="{end - 6:.1f}" y="{y + 15}" text-anchor="end">{bar.duration_s:.2f} s</text>'
     return (f'<rect x="{x:.1f}" y="{y + 3}" width="{max(end - x, 1.5):.1f}" height="{lane_height - 6}" rx="3" '
-            f'fill="var(--{bar.colour})"><title>{escape(title)}</title></rect>'
-            f'<text x="{end + 5:.1f}" y="{y + 15}">{bar.duration_s:.2f} s</text>')
+            f'fill="var(--{bar.colour})"><title>{escape(title)}</title></rect>{text}')
 
 
 def _svg(parts: Sequence[str], height: float, label: str) -> str:

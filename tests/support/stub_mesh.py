@@ -5,6 +5,7 @@ For what concerns the coordinator alone: order, barriers, failures, overhead. `p
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from array import array
@@ -237,7 +238,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
     finally:
         await current["close"]()
         for engine, _ in engines.values():
-            engine.close()
+            await asyncio.to_thread(engine.close)  # the broker answers on this loop
         for server in reversed(servers):
             await server.drain(0.1)
         await broker.close()

@@ -12,12 +12,13 @@ from rollplex.broker.fencing import Fence
 from rollplex.broker.grants import Grants
 from rollplex.broker.ledger import LedgerBook
 from rollplex.broker.records import Record, Vault
-from rollplex.broker.sessions import Session, SessionTable, check_names, forget_pidfd
+from rollplex.broker.sessions import Connection, Session, SessionTable, check_names, forget_pidfd
 from rollplex.broker.slabs import SlabStore, check_announced
 from rollplex.broker.tickets import Purpose, TicketBook
-from rollplex.core.errors import NotFound, OutOfMemory, WrongState
+from rollplex.core.errors import BadInput, NotFound, OutOfMemory, WrongState
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable
 from rollplex.core.phases import Phase
+from rollplex.core.residency import Residency
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import Ledger, Slab, SnapshotInfo
 
@@ -41,16 +42,16 @@ class Custody:
         self._clock = clock
 
     def hello(self, process: object, role: object, pid: int, pidfd: int,
-              hang_up: Callable[[], None]) -> tuple[Session, list[str]]:
+              connection: Connection) -> tuple[Session, list[str]]:
         """Opens a session (which owns the pidfd from here on) and gives it back the leases that the same process's last
         connection left; their ids are returned."""
         name, role_name = check_names(process, role)
-        old = self.sessions.superseded_by(name, pid)
+        old = self.sessions.superseded(name)
         if old is not None:
-            old.hang_up()
+            old.connection.hang_up()
             self.disconnect(old, orderly=False)
         self.fence.bury_dead()
-        session = self.sessions.open(name, role_name, pid, pidfd, hang_up)
+        session = self.sessions.open(name, role_name, pid, pidfd, connection)
         self._vault.note(*records.session(session))
         resumed = []
         for former in self.sessions.take_resumable(name, pid):
@@ -176,6 +177,11 @@ class Custody:
         return violations
 
     def report(self, secret: str, entries: tuple[ResidencyEntry, ...]) -> None:
+        """What a session holds outside slabs, in place of its last report."""
+        for entry in entries:
+            if entry.residency not in set(Residency) or entry.size_bytes < 0:
+                raise BadInput(f"{entry.object_class}: {entry.size_bytes} bytes {entry.residency!r} is no residency entry",
+                               reason="BAD_RESIDENCY")
         self.ledger.report(self.sessions.get(secret).name, entries)
 
     def get_ledger(self, run: str) -> Ledger:
@@ -189,7 +195,7 @@ class Custody:
         """Takes over from a dead broker, before anyone is served. Owns the descriptors. Returns the records that were
         left out, with the reasons."""
         restored = records.Restored(self.slabs, self.actors, self.ledger)
-        for record in sorted(kept, key=lambda record: records.ORDER.index(record[0].partition("/")[0])):
+        for record in sorted(kept, key=records.rank):
             restored.take(record)
         for name in restored.refused:
             self._vault.drop(name)

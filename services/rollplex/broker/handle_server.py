@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import socket
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,8 @@ class HandleServer:
             if message.get("op") != "hello":
                 raise BadInput("the first frame must be a hello", reason="FRAME_MALFORMED")
 
-            def hang_up() -> None:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
             session, resumed = self._custody.hello(message.get("process"), message.get("role"),
-                                                   peer_of(connection).pid, pidfd, hang_up)
+                                                   peer_of(connection).pid, pidfd, _Connection(connection))
         except BaseException:
             os.close(pidfd)
             raise
@@ -181,6 +178,24 @@ class HandleServer:
             os.close(fd)
             raise
         return {"slab": dataclasses.asdict(slab)}
+
+
+class _Connection:
+    """rollplex.broker.sessions.Connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def is_lost(self) -> bool:
+        if self._sock.fileno() < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._sock.fileno(), select.POLLRDHUP)
+        return bool(poller.poll(0))
 
 
 def _ticket(message: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rollplex.broker.actors import Actor, ActorTable
 from rollplex.broker.ledger import LedgerBook
-from rollplex.broker.sessions import Session, SessionTable
+from rollplex.broker.sessions import NoConnection, Session, SessionTable
 from rollplex.broker.slabs import SlabStore
 from rollplex.core.errors import RollplexError
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable
@@ -101,6 +101,12 @@ ORDER = ("slab", "session", "lease", "actor", "phase")
 """Kinds of records; each may refer to those before it."""
 
 
+def rank(record: Record) -> int:
+    """Position of its kind in ORDER; kinds of another version of the broker come last."""
+    kind = record[0].partition("/")[0]
+    return ORDER.index(kind) if kind in ORDER else len(ORDER)
+
+
 class Restored:
     """Fills a successor's tables from records in ORDER. `take` owns each descriptor."""
 
@@ -114,10 +120,10 @@ class Restored:
 
     def take(self, record: Record) -> None:
         name, metadata, fd = record
-        take = {"slab": self._take_slab, "session": self._take_session, "lease": self._take_lease,
-                "actor": self._take_actor, "phase": self._take_phase}[name.partition("/")[0]]
+        takers = {"slab": self._take_slab, "session": self._take_session, "lease": self._take_lease,
+                  "actor": self._take_actor, "phase": self._take_phase}
         try:
-            take(metadata, fd)
+            takers[name.partition("/")[0]](metadata, fd)
         except (RollplexError, KeyError, TypeError, ValueError, OSError) as error:
             self.refused[name] = f"{type(error).__name__}: {error}"
             if fd is not None:
@@ -134,7 +140,7 @@ class Restored:
         self._ledger.add(value)
 
     def _take_session(self, metadata: dict[str, Any], fd: int) -> None:
-        value = Session(**metadata, pidfd=int(fd), secret="", hang_up=lambda: None)
+        value = Session(**metadata, pidfd=int(fd), secret="", connection=NoConnection())
         self._sessions[value.name] = value
         self.serial = max(self.serial, int(value.name.rpartition("#")[2]))
 

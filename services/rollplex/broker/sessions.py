@@ -6,8 +6,8 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollplex.core.errors import Aborted, BadInput, InternalError, NotFound
 from rollplex.core.ids import new_id
@@ -15,6 +15,26 @@ from rollplex.core.leases import Lease
 from rollplex.rpc.handles import has_exited, wait_readable
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+
+
+class Connection(Protocol):
+    """A session's end of the handle socket."""
+
+    def hang_up(self) -> None: ...
+
+    def is_lost(self) -> bool:
+        """Whether the peer has closed its end, read or not."""
+        ...
+
+
+class NoConnection:
+    """Of a session that an earlier broker had."""
+
+    def hang_up(self) -> None:
+        return
+
+    def is_lost(self) -> bool:
+        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +48,7 @@ class Session:
     """Owned by the session."""
     secret: str
     """What gRPC calls name the session by."""
-    hang_up: Callable[[], None]
-    """Closes its connection."""
+    connection: Connection
     left: dict[str, Lease] = field(default_factory=dict)
     """By id: leases of a connection that ended without a goodbye."""
     inherited: bool = False
@@ -58,21 +77,21 @@ class SessionTable:
             raise NotFound("no such session; its connection to the handle socket has ended", reason="SESSION_NOT_FOUND")
         return session
 
-    def open(self, process: str, role: str, pid: int, pidfd: int, hang_up: Callable[[], None]) -> Session:
+    def open(self, process: str, role: str, pid: int, pidfd: int, connection: Connection) -> Session:
         """A process has one session. Raises Aborted while another live process of that name has it."""
         old = self.by_process.get(process)
         if old is not None:
             raise Aborted(f"{process} is connected already, as pid {old.pid}; stop that process first",
                           reason="PROCESS_NAME_IN_USE", process=process, pid=old.pid)
         self.serial += 1
-        session = Session(f"{process}#{self.serial}", process, role, pid, pidfd, new_id("session"), hang_up)
+        session = Session(f"{process}#{self.serial}", process, role, pid, pidfd, new_id("session"), connection)
         self.by_secret[session.secret] = self.by_process[process] = session
         return session
 
-    def superseded_by(self, process: str, pid: int) -> Session | None:
-        """The session that a hello of this process ends: its own former connection, or that of a dead namesake."""
+    def superseded(self, process: str) -> Session | None:
+        """The session of this name whose end is near but not seen yet: its process or its connection is gone."""
         old = self.by_process.get(process)
-        return old if old is not None and (old.pid == pid or has_exited(old.pidfd)) else None
+        return old if old is not None and (old.connection.is_lost() or has_exited(old.pidfd)) else None
 
     def close(self, session: Session) -> None:
         """The connection is gone. Idempotent."""

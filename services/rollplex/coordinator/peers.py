@@ -151,10 +151,14 @@ class EngineGroup:
         while True:
             try:
                 answers = await asyncio.gather(*(rank.join(epoch, JOIN_TIMEOUT_S) for rank in self.ranks))
-                break
             except WrongState as error:
                 # An earlier coordinator went further than this one knows.
                 epoch = int(error.metadata["epoch"]) + 1
+                continue
+            if all(answer.next_sequence == 1 for answer in answers):
+                break
+            # The epoch is an earlier coordinator's: its commands would stand in our order.
+            epoch += 1
         if len({answer.layout_hash for answer in answers}) > 1:
             raise WrongState(f"ranks of {self.role} hold different models or layouts", reason="LAYOUT_MISMATCH")
         self._remember(answers)

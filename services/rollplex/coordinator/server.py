@@ -52,7 +52,7 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
     async def close() -> None:
         await coordinator.close()
         await decoder.close()
-        session.close()
+        await loop.run_in_executor(None, session.close)
 
     return coordinator, close
 

@@ -22,6 +22,7 @@ from rollplex.core.work import ResidencyEntry
 from rollplex.memory.driver import Driver
 from rollplex.memory.handle_connection import HandleConnection
 from rollplex.memory.host_driver import HostDriver
+from rollplex.memory.lease import SlabLease
 from rollplex.memory.slab import Ledger, LedgerRow, Slab, SnapshotInfo
 from rollplex.rpc.channel import sync_channel
 from rollplex.rpc.convert import from_proto, to_proto
@@ -32,33 +33,12 @@ from rollplex.v1 import types_pb2
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND", "UNAVAILABLE")
-"""Reasons that a new connection may cure; UNAVAILABLE without a closer reason is gRPC's own, of a broker that is down."""
+_LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND")
+"""Reasons that a new connection may cure."""
+_AWAY = ("UNAVAILABLE", "DRAINING")
+"""Reasons that go with time: gRPC's own, of a broker that is down, and a broker's last."""
 _RETRY_S = 1.0
 """Between attempts of the watching thread after a refusal."""
-
-
-class SlabLease:
-    """The right to map a slab, until `release`. Unmap before."""
-
-    def __init__(self, session: BrokerSession, lease_id: str, mode: LeaseMode, slab: Slab, fd: int) -> None:
-        self.lease_id, self.mode, self.slab, self.fd = lease_id, mode, slab, fd
-        self.lost = False
-        """The broker does not know it any more: unbind and lease again."""
-        self._session = session
-
-    def release(self) -> None:
-        """Gives the right back and closes `fd`. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-            self._session._release(self)
-
-    def __enter__(self) -> SlabLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class BrokerSession:
@@ -131,7 +111,7 @@ class BrokerSession:
                                              update_epoch=update_epoch)
             granted = self._rpc(self._stub.AcquireLease, request)
             found, fd = connection.redeem(granted.ticket)
-            lease = SlabLease(self, granted.lease_id, mode, found, fd)
+            lease = SlabLease(granted.lease_id, mode, found, fd, self._release)
             with self._connecting:
                 if self._connection is not connection:
                     # The reconnect did not know of this lease and has given it back.
@@ -147,9 +127,21 @@ class BrokerSession:
         return tuple(from_proto(Slab, slab) for slab in answer.slabs)
 
     def delete(self, name: str) -> int:
-        """Bytes given back. Raises WrongState (SLAB_LEASED) while others lease it."""
-        answer = self._ask(self._stub.DeleteSlab, lambda session: pb.DeleteSlabRequest(session=session, name=name))
-        return answer.size_bytes
+        """Bytes given back (0 when only a lost first attempt knew). Raises WrongState (SLAB_LEASED) while others lease it."""
+        attempts = 0
+
+        def work(connection: HandleConnection) -> int:
+            nonlocal attempts
+            attempts += 1
+            try:
+                return self._rpc(self._stub.DeleteSlab, pb.DeleteSlabRequest(session=connection.session, name=name)).size_bytes
+            except NotFound as error:
+                # The first attempt's answer was lost with the connection.
+                if attempts > 1 and error.reason == "SLAB_NOT_FOUND":
+                    return 0
+                raise
+
+        return self._call(work)
 
     def register_snapshot(self, run: str, slabs: Sequence[str], snapshot: int) -> None:
         """Declares the slabs to be the run's actor, VALID at `snapshot`. Idempotent."""
@@ -228,13 +220,14 @@ class BrokerSession:
         while True:
             if self._closed:
                 raise Unavailable("the broker session is closed", reason="SESSION_CLOSED")
+            connection = failed
             try:
                 connection = self._connected(failed)
-                failed = connection
                 return work(connection)
             except RollplexError as error:
-                if error.reason not in _LOST or time.monotonic() > deadline:
+                if error.reason not in (*_LOST, *_AWAY) or time.monotonic() > deadline:
                     raise
+                failed = connection if error.reason in _LOST else None
             # Nothing announces a broker that is back; the deadline bounds this.
             time.sleep(0.02)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from rollplex.core.errors import WrongState
+from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.memory import views
-from rollplex.memory.client import SlabLease
 from rollplex.memory.driver import Driver
+from rollplex.memory.lease import SlabLease
 
 
 class MappedSlab:
@@ -36,7 +37,7 @@ class MappedSlab:
         WrongState for a lost lease and for writing under a READ lease (the system refuses that too)."""
         if lease.lost:
             raise WrongState(f"the lease on {lease.slab.name} was lost; lease it again", reason="LEASE_LOST")
-        if writable and lease.mode.value != "write":
+        if writable and lease.mode is not LeaseMode.WRITE:
             raise WrongState(f"{lease.slab.name} is leased for reading only", reason="READ_ONLY_LEASE")
         if self.bound:
             self.unbind()

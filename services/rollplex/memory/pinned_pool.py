@@ -11,8 +11,9 @@ import torch
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.memory import views
-from rollplex.memory.client import BrokerSession, SlabLease
+from rollplex.memory.client import BrokerSession
 from rollplex.memory.free_list import FreeList
+from rollplex.memory.lease import SlabLease
 from rollplex.memory.mapping import MappedSlab
 
 POOL_CLASS = "pinned_pool"

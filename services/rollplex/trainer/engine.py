@@ -17,7 +17,7 @@ from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.pinned_pool import PinnedPool
-from rollplex.model import VisionLanguageModel, destroy_tensor_parallel
+from rollplex.model import VisionLanguageModel
 from rollplex.trainer import custody, export
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
@@ -38,7 +38,7 @@ class GradientStage(StrEnum):
 class TrainerEngine:
     """rollplex.rpc.phase_servicer.PhaseEngine and the trainer's own commands. Owner thread only.
 
-    It takes over the session, the actor mapping and the tensor-parallel group, and closes them.
+    It takes over the session and the actor mapping, and closes them.
     """
 
     role = "trainer"
@@ -245,7 +245,6 @@ class TrainerEngine:
         self._close_run()
         self._actor.close()
         self._session.close()
-        destroy_tensor_parallel()
 
     def _load_checkpoint(self) -> None:
         """Fills master weights and actor, before the coordinator registers the snapshot."""

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -179,6 +181,36 @@ def test_a_drained_broker_leaves_everything_to_its_successor(mesh):
     assert not held.lost
     held.release()
     session.lease("s", WRITE).release()
+
+
+def test_many_threads_over_two_restarts(mesh):
+    session = mesh.session(timeout_s=20)
+    slabs = [fill(session, f"s/{index}", index) for index in range(4)]
+    ended = threading.Event()
+
+    def work(index):
+        rounds = 0
+        while not ended.is_set():
+            name = f"s/{index}"
+            assert content(session, name) == bytes([index]) * 1000
+            session.create(f"made/{index}/{rounds}", object_class="optimizer_state", size_bytes=64)
+            session.delete(f"made/{index}/{rounds}")
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(work, index) for index in range(4)]
+        for _ in range(2):
+            time.sleep(0.5)
+            kill(mesh.broker)
+            mesh.start_broker()
+            session.list_slabs()
+        time.sleep(0.5)
+        ended.set()
+        assert all(future.result() > 10 for future in futures)
+    assert session.list_slabs() == tuple(slabs)
+    for index in range(4):
+        session.lease(f"s/{index}", WRITE).release()
 
 
 def test_without_any_keeper_leases_are_lost_and_say_so(node):

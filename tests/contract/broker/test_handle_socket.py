@@ -7,7 +7,9 @@ import os
 import random
 import socket
 import time
+from pathlib import Path
 
+import grpc
 import pytest
 
 from rollplex.core.leases import LeaseMode
@@ -113,7 +115,6 @@ def test_the_end_of_a_connection_ends_session_and_leases(mesh, dial, stub):
     assert handles.recv_frame(sock)[0] == {"ok": True}
     witness = next(item for item in mesh.started if getattr(item, "process", None) == "witness")
     witness.lease("s", LeaseMode.WRITE).release()
-    import grpc
     with pytest.raises(grpc.RpcError) as caught:
         ticket(stub, session)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -125,7 +126,7 @@ def test_random_frames_leave_the_broker_alive_and_without_leaks(mesh, dial):
 
     def fds():
         time.sleep(0.3)
-        return len(os.listdir(f"/proc/{mesh.broker.pid}/fd"))
+        return len(list(Path(f"/proc/{mesh.broker.pid}/fd").iterdir()))
 
     before = fds()
     for _ in range(300):

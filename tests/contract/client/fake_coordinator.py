@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 
 from rollplex.core.errors import BadInput, NotFound, RollplexError
-from rollplex.rpc.channel import sync_channel
 from rollplex.rpc.status import DETAILS_KEY, code_of, rich_status
 from rollplex.v1 import coordinator_service_pb2 as pb
 from rollplex.v1 import coordinator_service_pb2_grpc, memory_broker_service_pb2, types_pb2
@@ -111,11 +110,14 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
         self.streams += 1
         position = request.after_sequence
         while context.is_active():
-            with self._changed:
-                self._changed.wait_for(lambda: len(self.events) > position or not context.is_active(), timeout=0.5)
-                fresh = self.events[position:]
+            fresh = self._after(position, context)
             yield from fresh
             position += len(fresh)
+
+    def _after(self, position: int, context: grpc.ServicerContext) -> list[pb.WatchRunResponse]:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.events) > position or not context.is_active(), timeout=0.5)
+            return self.events[position:]
 
     def CancelIteration(self, request, context):
         self.end(request.run, request.iteration, validation=request.validation, state="CANCELLED")
@@ -151,12 +153,3 @@ class FakeCoordinator(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
             services=[pb.ServiceInfo(name="broker", address="unix:/b", health="SERVING", pid=7, bound_snapshot=-1)],
             open_run="r", phase=types_pb2.PHASE_IDLE,
             ledger=memory_broker_service_pb2.GetLedgerResponse(peaks=[row], host_slab_bytes=64))
-
-
-def reachable(address: str) -> bool:
-    with sync_channel(address) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(timeout=1.0)
-        except grpc.FutureTimeoutError:
-            return False
-        return True

@@ -151,10 +151,15 @@ async def test_the_asyncio_client_does_the_same(fake):
         fake.instant = False
         handle = await client.submit_iteration("r", [PROMPT])
         seen: list[int] = []
-        waiting = asyncio.create_task(client.wait(handle, on_event=lambda event: seen.append(event.sequence)))
+        first = asyncio.Event()
+
+        def on_event(event) -> None:
+            seen.append(event.sequence)
+            first.set()
+
+        waiting = asyncio.create_task(client.wait(handle, on_event=on_event))
         async with asyncio.timeout(10):
-            while not seen:
-                await asyncio.sleep(0.01)
+            await first.wait()
             await asyncio.to_thread(fake.stop)
             fake.start()
             fake.end("r", 0)

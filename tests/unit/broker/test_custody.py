@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from rollplex.broker.engine import Custody
 from rollplex.broker.records import NoVault
+from rollplex.broker.sessions import NoConnection
 from rollplex.core.errors import (
     Aborted,
     AlreadyExists,
@@ -25,11 +27,22 @@ from rollplex.core.errors import (
 )
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
+from rollplex.core.work import ResidencyEntry
 from rollplex.memory.host_driver import sealed_memfd
 from rollplex.memory.slab import Slab
 
 READ, WRITE = LeaseMode.READ, LeaseMode.WRITE
 ACTOR = "runs/r/actor/host"
+
+
+class Line(NoConnection):
+    """A connection that is up until `lost` says otherwise."""
+
+    def __init__(self):
+        self.lost = False
+
+    def is_lost(self):
+        return self.lost
 
 
 class Clock:
@@ -68,7 +81,7 @@ def spawn():
 
 def connect(custody, process, pid=None, role="trainer"):
     pid = pid or os.getpid()
-    session, resumed = custody.hello(process, role, pid, os.pidfd_open(pid), lambda: None)
+    session, resumed = custody.hello(process, role, pid, os.pidfd_open(pid), Line())
     return session, resumed
 
 
@@ -137,7 +150,6 @@ async def test_descriptors_are_read_only_for_readers(custody):
     for mode, flag in ((READ, os.O_RDONLY), (WRITE, os.O_RDWR)):
         _, ticket, _ = await custody.acquire(session.secret, "s", mode, None, None)
         _, _, fd = custody.redeem(session, ticket)
-        import fcntl
         assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == flag
         os.close(fd)
 
@@ -276,7 +288,7 @@ async def test_one_live_process_a_name(custody, spawn):
     await lease(custody, old, "state", WRITE)
     pidfd = os.pidfd_open(os.getpid())
     with pytest.raises(Aborted, match=f"connected already, as pid {child.pid}"):
-        custody.hello("trainer-0", "trainer", os.getpid(), pidfd, lambda: None)
+        custody.hello("trainer-0", "trainer", os.getpid(), pidfd, Line())
     os.close(pidfd)
     child.kill()
     child.wait()
@@ -288,12 +300,36 @@ async def test_one_live_process_a_name(custody, spawn):
     await lease(custody, new, "state", WRITE)
 
 
+async def test_a_lost_connection_makes_room_even_before_its_end_is_read(custody):
+    old, _ = connect(custody, "trainer-0")
+    await make(custody, old, "state")
+    held = await lease(custody, old, "state", WRITE)
+    with pytest.raises(Aborted):
+        connect(custody, "trainer-0")
+    old.connection.lost = True
+    new, resumed = connect(custody, "trainer-0")
+    assert resumed == [held]
+    custody.disconnect(old, orderly=False)
+    assert custody.leases.by_id[held].session == new.name
+
+
+@pytest.mark.parametrize(("residency", "size"), [("unspecified", 1), ("", 1), ("hbm", -1)])
+async def test_reports_are_checked(custody, residency, size):
+    session, _ = connect(custody, "trainer-0")
+    with pytest.raises(BadInput):
+        custody.report(session.secret, (ResidencyEntry("gradients", "trainer", "host", residency, size),))
+
+
+async def test_records_of_another_version_are_left_out(custody, clock):
+    assert "novelty/x" in custody.restore([("novelty/x", {}, None), *custody.records()])
+
+
 @pytest.mark.parametrize(("process", "role"), [("", "trainer"), ("Trainer", "trainer"), ("a#1", "trainer"),
                                                (None, "trainer"), ("trainer-0", 5), ("a" * 64, "trainer")])
 async def test_bad_names(custody, process, role):
     pidfd = os.pidfd_open(os.getpid())
     with pytest.raises(BadInput):
-        custody.hello(process, role, os.getpid(), pidfd, lambda: None)
+        custody.hello(process, role, os.getpid(), pidfd, Line())
     os.close(pidfd)
 
 

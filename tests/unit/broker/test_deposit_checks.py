@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -76,23 +78,22 @@ def test_frames_carry_one_descriptor_and_survive_nothing_else():
     assert message == {"op": "x"}
     assert os.path.sameopenfile(fd, read)
     assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for data in (b"{", b"[]", b"null", b"\xff", b"[" * 60000, b"{}" + b" " * handles.MAX_FRAME_BYTES):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         handles.send_data(one, data, write)
         with pytest.raises(BadInput):
             handles.recv_frame(two)
-    import array
     one.sendmsg([b"{}"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [read, write, read]))])
     with pytest.raises(BadInput, match="more than one descriptor"):
         handles.recv_frame(two)
-    assert len(os.listdir("/proc/self/fd")) == before, "descriptors of bad frames are closed"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, "descriptors of bad frames are closed"
     with pytest.raises(BadInput, match="at most"):
         handles.send_frame(one, {"x": "y" * handles.MAX_FRAME_BYTES})
     one.close()
     assert handles.recv_frame(two) is None
-    for fd in (fd, read, write):
-        os.close(fd)
+    for end in (fd, read, write):
+        os.close(end)
     two.close()
 
 

@@ -12,6 +12,7 @@ from rollplex_client.report import write_report
 from rollplex_client.report.svg import ticks
 from rollplex_client.summary import compare_overlap, summary
 
+
 class Balance(HTMLParser):
     """Fails on a tag that is closed and was not the last one opened."""
 

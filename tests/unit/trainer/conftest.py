@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_trainer import DictBroker, build_hf, open_engine  # noqa: E402
 
+from rollplex.model import destroy_tensor_parallel, init_tensor_parallel  # noqa: E402
 from rollplex.trainer.engine import TrainerEngine  # noqa: E402
 
 
@@ -28,8 +30,19 @@ def checkpoint(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def single_rank():
+    """A tensor-parallel group of one, unless another test of this process has left one open."""
+    if dist.is_initialized():
+        yield
+        return
+    init_tensor_parallel(0, 1)
+    yield
+    destroy_tensor_parallel()
+
+
 @pytest.fixture
-def build_engine(checkpoint) -> Iterator[Callable[..., TrainerEngine]]:
+def build_engine(checkpoint, single_rank) -> Iterator[Callable[..., TrainerEngine]]:
     """build(broker, dtype) -> engine. One lives at a time: building the next ends the one before, as a restart does."""
     engines: list[TrainerEngine] = []
 

@@ -8,8 +8,9 @@ from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import DataLoss, WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import UpdateOrder
-from rollplex.model import module_of
+from rollplex.model import Shard, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
+from rollplex.trainer.gradients import _counts_here
 from rollplex.trainer.optimizer_state import OptimizerState
 from rollplex.trainer.update import StreamedUpdate, adamw_
 
@@ -47,7 +48,7 @@ def actor_weights(engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_torch_adamw_over_three_steps(build_engine, dtype, tolerance):
-    """Tolerance: relative to the weights; float32 rounds each of about ten operations to 6e-8 and |w| + |update| is of order 1."""
+    """Tolerance: float32 rounds each of about ten operations to 6e-8, and weights and updates are of order 1."""
     config = run_config(optimizer={"vision_learning_rate": 3e-3, "projector_learning_rate": 5e-3})
     engine = open_run(build_engine(DictBroker(), dtype), config)
     rates = config.optimizer.module_learning_rates()
@@ -219,6 +220,17 @@ def test_attach_refuses_another_layout(build_engine):
     with pytest.raises(WrongState, match="laid out"):
         engine.open_run(QUIET, "run", 0, run_config(optimizer={"vision_learning_rate": 0}), ACTOR, True)
     engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("shard", [(None, 1), (0, 2), (0, 8)], ids=str)
+def test_every_piece_counts_once_in_the_norm(tp, shard):
+    """Replicated parameters on one rank; kv heads held by several ranks on the first of them."""
+    axis, pieces = shard
+    pieces = min(pieces, tp)
+    cut = Shard((8, 4), axis, pieces, tp)
+    counted = [rank for rank in range(tp) if _counts_here(cut, rank)]
+    assert [cut.piece_of(rank) for rank in counted] == list(range(pieces))
 
 
 def test_flip_log_survives_a_torn_record():

@@ -150,8 +150,8 @@ def assert_equal_gradients(ours, theirs):
 AGGREGATIONS = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
-def old_logprobs(completions, ratios, *, temperature: float = 1.0, per_sample: bool = False):
-    """The model's own log-probabilities less the log of `ratios`, taken in turn by tokens, or by whole samples."""
+def old_logprobs(completions, ratios, *, temperature: float = 1.0):
+    """The model's own log-probabilities less the log of `ratios`, taken in turn."""
     model, turn = build_hf(torch.float64), itertools.cycle(ratios)
     old = []
     for prompt, group in zip(PROMPTS, completions):
@@ -161,8 +161,7 @@ def old_logprobs(completions, ratios, *, temperature: float = 1.0, per_sample: b
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([head + ids])).logits[0, len(head) - 1:-1] / temperature
             logp = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            sample_ratio = next(turn)
-            old[-1].append([float(value) - math.log(sample_ratio if per_sample else next(turn)) for value in logp])
+            old[-1].append([float(value) - math.log(next(turn)) for value in logp])
     return old
 
 
@@ -183,13 +182,13 @@ def test_gradients(trl_trainer, build_engine, completions, loss_type, ratio):
 
 
 def test_sequence_ratio_and_temperature(trl_trainer, build_engine, completions):
-    old = old_logprobs(completions, (0.5, 0.7, 1.1, 1.3, 1.5), temperature=0.7, per_sample=True)
-    trainer, rows = trl_trainer(old, loss_type="grpo", beta=0.0, importance_sampling_level="sequence", epsilon=0.4,
+    old = old_logprobs(completions, (0.8, 1.1, 1.3, 1.9, 1.4), temperature=0.7)
+    trainer, rows = trl_trainer(old, loss_type="grpo", beta=0.0, importance_sampling_level="sequence", epsilon=0.2,
                                 temperature=0.7)
     theirs = trl_gradients(trainer, rows)
     advantages = [our_advantages(rewards) for rewards in REWARDS]
     ours = our_gradients(build_engine, completions, advantages, old=old, aggregation="seq-mean-token-mean",
-                         ratio_level="sequence", clip_low=0.4, clip_high=0.4, temperature=0.7)
+                         ratio_level="sequence", clip_low=0.2, clip_high=0.2, temperature=0.7)
     assert_equal_gradients(ours, theirs)
 
 

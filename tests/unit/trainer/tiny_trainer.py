@@ -19,7 +19,7 @@ from rollplex.core.leases import LeaseMode
 from rollplex.engine import ActorMapping
 from rollplex.memory.host_driver import HostDriver, sealed_memfd
 from rollplex.memory.slab import Slab
-from rollplex.model import PromptInputs, VisionLanguageModel, init_tensor_parallel, read_model_config
+from rollplex.model import PromptInputs, VisionLanguageModel, read_model_config
 from rollplex.trainer.engine import TrainerEngine
 
 # isort: split
@@ -139,8 +139,7 @@ def run_config(*, loss: dict | None = None, optimizer: dict | None = None, **fie
 
 
 def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype) -> TrainerEngine:
-    """As a new process would have it."""
-    init_tensor_parallel(0, 1)
+    """As a new process would have it. Needs a tensor-parallel group."""
     config = read_model_config(checkpoint)
     model = VisionLanguageModel(config, dtype)
     actor = ActorMapping(broker, broker.driver, model.layout)

@@ -1,0 +1,141 @@
+"""A real supervisord with small services: up, restart, a service that does not start, directories in use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, Unavailable
+from rollplex_client.cli import mesh, programs
+from rollplex_client.cli.mesh import bring_up, stop_timeout_s, wait_until_serving
+from rollplex_client.cli.programs import Program, service_config, supervisor_config
+from rollplex_client.cli.settings import Settings, parse_settings
+from rollplex_client.cli.supervision import Supervisor, claimed, listener_pid
+
+SERVING = """
+import sys
+from rollplex.core.strict import read_toml
+from rollplex.rpc.server import run, serve
+directory = read_toml(__import__("pathlib").Path(sys.argv[2]))["mesh"]["runtime_dir"]
+run(serve("{name}", f"unix:{{directory}}/{name}.sock", lambda server: []))
+"""
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    with tempfile.TemporaryDirectory(prefix="rp-") as folder:
+        (Path(folder) / "model").mkdir()
+        (Path(folder) / "model" / "config.json").write_text("{}")
+        yield parse_settings({"mesh": {"runtime_dir": f"{folder}/rt", "drain_timeout_s": 1.0},
+                              "model": {"checkpoint": f"{folder}/model"}})
+
+
+@pytest.fixture
+def small_mesh(settings, tmp_path, monkeypatch) -> Settings:
+    """Two services, "broker" and "trainer-0", that do nothing but serve."""
+    names = {"broker": "fake_service_broker", "trainer-0": "fake_service_trainer"}
+    for name, module in names.items():
+        (tmp_path / f"{module}.py").write_text(SERVING.format(name=name))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [Program(name, module, "broker") for name, module in names.items()]
+    monkeypatch.setattr(programs, "CUSTODY", ("broker",))
+    for module in (programs, mesh):
+        monkeypatch.setattr(module, "programs", lambda settings: wanted)
+    return settings
+
+
+def test_up_restart_and_down(small_mesh):
+    supervisor = bring_up(small_mesh, timeout_s=60)
+    try:
+        before = {item.name: item.pid for item in supervisor.processes()}
+        assert set(before) == {"broker", "trainer-0"}
+        runtime_dir = small_mesh.mesh.runtime_dir
+        assert runtime_dir.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(BadInput, match=f"process {before['broker']} listens on broker.sock"):
+            bring_up(small_mesh, timeout_s=60)
+        supervisor.restart("trainer-0")
+        wait_until_serving(small_mesh, supervisor, timeout_s=60, only="trainer-0")
+        after = {item.name: item.pid for item in supervisor.processes()}
+        assert after["broker"] == before["broker"]
+        assert after["trainer-0"] != before["trainer-0"]
+        with pytest.raises(NotFound, match="trainer-0"):
+            supervisor.restart("trainer-9")
+    finally:
+        supervisor.shut_down(30.0)
+    with pytest.raises(Unavailable, match="rollplex up"):
+        supervisor.pid()
+
+
+def test_a_service_that_ends_while_it_starts_is_named_with_its_log(small_mesh, monkeypatch, tmp_path):
+    (tmp_path / "fake_service_trainer.py").write_text("raise SystemExit('error: out of luck')")
+    with pytest.raises(Unavailable, match="(?s)trainer-0 ended while it started.*out of luck"):
+        bring_up(small_mesh, timeout_s=60)
+    assert not Supervisor(small_mesh.mesh.runtime_dir).is_up()
+
+
+def test_a_service_that_never_serves_runs_into_the_timeout(small_mesh, tmp_path):
+    (tmp_path / "fake_service_trainer.py").write_text("import time; time.sleep(600)")
+    with pytest.raises(DeadlineExceeded, match="trainer-0 not serving after 3 s"):
+        bring_up(small_mesh, timeout_s=3)
+
+
+def test_listeners_are_named_and_dead_sockets_are_cleaned(settings):
+    runtime_dir = settings.mesh.runtime_dir
+    mesh.prepare_runtime_dir(runtime_dir)
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        path = runtime_dir / f"{kind.name}.sock"
+        with socket.socket(socket.AF_UNIX, kind) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            assert listener_pid(path) == os.getpid()
+            with pytest.raises(BadInput, match=f"process {os.getpid()}"), claimed(runtime_dir):
+                pass
+        assert path.exists()
+        with claimed(runtime_dir):
+            assert not path.exists()
+
+
+def test_two_ups_at_once_are_refused(settings):
+    mesh.prepare_runtime_dir(settings.mesh.runtime_dir)
+    refused = pytest.raises(BadInput, match="another `rollplex up`")
+    with claimed(settings.mesh.runtime_dir), refused, claimed(settings.mesh.runtime_dir):
+        pass
+
+
+def test_an_open_or_long_directory_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(BadInput, match="mode 755"):
+        mesh.prepare_runtime_dir(tmp_path)
+    with pytest.raises(BadInput, match="107 bytes"):
+        mesh.prepare_runtime_dir(tmp_path / ("x" * 100))
+
+
+def test_no_model_or_no_checkpoint_is_refused_before_anything_starts(settings, tmp_path):
+    for data, words in (({}, "no model"), ({"model": {"checkpoint": str(tmp_path)}}, "config.json")):
+        with pytest.raises(BadInput, match=words):
+            bring_up(parse_settings(data | {"mesh": {"runtime_dir": str(tmp_path / "rt")}}), timeout_s=1)
+    assert not (tmp_path / "rt").exists()
+
+
+def test_the_supervisor_runs_every_rank_with_this_interpreter():
+    settings = parse_settings({
+        "mesh": {"runtime_dir": "/run/100%"}, "coordinator": {"trainer_ranks": 2, "rollout_replicas": 2},
+        "trainer": {"tensor_parallel_size": 2, "threads": 3, "rendezvous": "tcp://127.0.0.1:1"}})
+    text = supervisor_config(settings)
+    assert f"command={sys.executable} -m rollplex.trainer --config /run/100%%/effective.toml --rank 1\n" in text
+    assert "rollplex.rollout --config /run/100%%/effective.toml --replica 1\n" in text
+    assert 'OMP_NUM_THREADS="3"' in text
+    assert stop_timeout_s(settings) > 30
+
+
+@pytest.mark.parametrize("data", [
+    {"coordinator": {"trainer_ranks": 2}}, {"reward": {"address": "127.0.0.1:9"}}])
+def test_sections_that_contradict_each_other_are_refused(data):
+    with pytest.raises(BadInput):
+        service_config(parse_settings(data))

@@ -1,0 +1,99 @@
+"""A broker, and trainers over their socket: inside this process, or as `python -m rollplex.trainer`."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout"),
+                str(Path(__file__).parents[2] / "unit" / "engine")]
+
+from engine_rig import Loop, broker, connect  # noqa: E402
+from tiny_checkpoint import PromptMaker, save_tiny, tensor_parallel  # noqa: E402
+from trainer_rig import TrainerClient  # noqa: E402
+
+from rollplex.core.config import MeshSection, ModelSection  # noqa: E402
+from rollplex.core.strict import to_plain, to_toml  # noqa: E402
+from rollplex.data.processor import PromptProcessor  # noqa: E402
+from rollplex.rpc.engine_server import start_engine  # noqa: E402
+from rollplex.trainer.config import TrainerConfig, TrainerSection  # noqa: E402
+from rollplex.trainer.server import build_engine  # noqa: E402
+from rollplex.trainer.servicer import add_trainer  # noqa: E402
+
+NAME = "trainer-0"
+RUNS = (f"run-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    torch.set_num_threads(1)
+    checkpoint = save_tiny(tmp_path_factory.mktemp("tiny"))
+    section = MeshSection(runtime_dir=tmp_path_factory.mktemp("mesh"))
+    section.runtime_dir.chmod(0o700)
+    trainer = TrainerSection(logprob_chunk_tokens=8, offload_pool_bytes=8 << 20)
+    configuration = TrainerConfig(model=ModelSection(checkpoint=checkpoint), mesh=section, trainer=trainer)
+    with tensor_parallel(), broker(section), connect(section, "coordinator", "coordinator") as session:
+        processor = PromptProcessor.load(checkpoint, max_prompt_tokens=2048)
+
+        def deposit(name: str, fd: int, size_bytes: int) -> object:
+            return session.deposit(name, fd, object_class="media", run="contract")
+
+        yield SimpleNamespace(section=section, checkpoint=checkpoint, session=session, loop=Loop(), config=configuration,
+                              prompts=PromptMaker(processor, deposit))
+
+
+@pytest.fixture
+def run() -> str:
+    """A name of its own."""
+    return next(RUNS)
+
+
+@pytest.fixture
+def serve(mesh, run):
+    """serve() as (client, engine): a new trainer inside this process until the end of the context."""
+    @contextmanager
+    def served():
+        engine = build_engine(mesh.config, 0)
+        address = mesh.section.address(NAME)
+        running = mesh.loop.run(start_engine(NAME, address, engine, add_trainer))
+        client = TrainerClient(address, mesh.session, run)
+        try:
+            yield client, engine
+        finally:
+            client.channel.close()
+            mesh.loop.run(running.drain(2))
+            engine.close()
+
+    return served
+
+
+@pytest.fixture
+def spawn(mesh, run, tmp_path):
+    """spawn() as (client, process): a trainer process of its own; ended with SIGTERM unless it has ended before."""
+    @contextmanager
+    def spawned():
+        file = tmp_path / "mesh.toml"
+        file.write_text(to_toml(to_plain(mesh.config) | {"rollout": {"threads": 1}}))
+        command = [sys.executable, "-m", "rollplex.trainer", "--config", str(file), "--set", "trainer.threads=1"]
+        process = subprocess.Popen(command)
+        try:
+            client = TrainerClient(mesh.section.address(NAME), mesh.session, run)
+            yield client, process
+            client.channel.close()
+        finally:
+            process.terminate()
+            process.wait(20)
+
+    return spawned
+
+
+@pytest.fixture
+def groups(mesh):
+    return [mesh.prompts.group(kind, index) for index, kind in enumerate(["text", "image", "video", "mixed"])]
