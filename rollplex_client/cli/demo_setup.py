@@ -17,6 +17,7 @@ from rollplex.core.strict import apply_overrides, read_toml
 from rollplex_client.cli.mesh import last_lines
 from rollplex_client.cli.output import Output
 from rollplex_client.cli.settings import Settings, merge, parse_settings
+from rollplex_client.cli.shuffled_reward import READY
 from rollplex_client.prompts import Prompt, prompt_from_row
 from rollplex_client.sync import Client
 
@@ -108,10 +109,12 @@ def control(name: str | None, settings: Settings, client: Client, seed: int) -> 
     command = [sys.executable, "-m", "rollplex_client.cli.shuffled_reward", "--address", address, "--upstream",
                true_address, "--seed", str(seed)]
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stderr=errors)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
-        # The coordinator retries a reward that is not there yet; nothing has to be waited for.
-        client.register_reward(section.builtin_reward, address, weight=section.builtin_reward_weight, retries=5)
+        if process.stdout.readline().strip() != READY:
+            raise InternalError("the shuffling reward did not start: " + "; ".join(last_lines(log, 3)),
+                                reason="CONTROL_FAILED")
+        client.register_reward(section.builtin_reward, address, weight=section.builtin_reward_weight)
         yield
         client.register_reward(section.builtin_reward, true_address, weight=section.builtin_reward_weight)
     finally:

@@ -24,6 +24,7 @@ from rollplex.v1.reward_service_pb2_grpc import (
 )
 
 NAME = "shuffled reward"
+READY = "ready"
 
 
 class ValueShuffler:
@@ -69,7 +70,7 @@ class ShufflingServicer(RewardServiceServicer):
 
 
 async def run(address: str, upstream: str, seed: int) -> None:
-    """Serves until SIGTERM."""
+    """Serves until SIGTERM; prints READY once it does."""
     async with aio_channel(upstream) as channel:
         servicer = ShufflingServicer(RewardServiceStub(channel), ValueShuffler(seed))
 
@@ -77,7 +78,10 @@ async def run(address: str, upstream: str, seed: int) -> None:
             add_RewardServiceServicer_to_server(servicer, server)
             return [pb.DESCRIPTOR.services_by_name["RewardService"].full_name]
 
-        await serve(NAME, address, add)
+        async def ready() -> None:
+            print(READY, flush=True)
+
+        await serve(NAME, address, add, on_ready=ready)
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ def check_memfd(slab: Slab, fd: int) -> int:
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise refuse("the memfd is not sealed against shrinking and growing")
-    if seals & _WRITE_SEALS:
+    # Decoded frames come final, sealed by the child that made them; every other class is written to.
+    if seals & _WRITE_SEALS and slab.object_class != "media":
         raise refuse("the memfd is sealed against writing")
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise refuse("the descriptor is not open for reading and writing")

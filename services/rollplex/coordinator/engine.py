@@ -266,7 +266,7 @@ class Coordinator:
             raise WrongState(f"run {run_name!r} must be open and idle to be exported", reason="RUN_BUSY")
         config = self.config_of(run)
         await self.mesh.ensure_ready(run, config.phase_timeout_s, config.loss.kl_coef > 0)
-        outcomes = await self.mesh.command(self.mesh.trainer, orders.export_checkpoint(path),
+        outcomes = await self.mesh.trainer.command(orders.export_checkpoint(path),
                                            Place(run.name, -1, run.snapshot, config.phase_timeout_s))
         return outcomes[0].value
 

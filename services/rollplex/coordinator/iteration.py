@@ -165,8 +165,8 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
         _report_progress(work)
 
     async def one(group: EngineGroup, prompts: Sequence[Prompt]) -> None:
-        outcomes = await work.mesh.command(group, orders.generate([prompt.group for prompt in prompts], order),
-                                           work.place(), on_samples)
+        outcomes = await group.command(orders.generate([prompt.group for prompt in prompts], order),
+                                           work.place(), on_samples=on_samples)
         _check_hashes(group.role, prompts, outcomes[0].value.prompt_hashes)
         work.metrics["rollplex/rollout/prefill_s"] = outcomes[0].value.prefill_s
         work.metrics["rollplex/rollout/decode_s"] = outcomes[0].value.decode_s
@@ -189,7 +189,7 @@ def _prefixes(work: IterationWork) -> list[Awaitable]:
 async def _prefix(work: IterationWork, group: EngineGroup, span: str, order: Callable[..., orders.Order],
                   prompts: Sequence[Prompt], phase: Phase = Phase.OVERLAP) -> None:
     with work.timeline.span(phase, span):
-        for outcome in await work.mesh.command(group, order([prompt.group for prompt in prompts]), work.place()):
+        for outcome in await group.command(order([prompt.group for prompt in prompts]), work.place()):
             _check_hashes(group.role, prompts, outcome.value.prompt_hashes)
 
 
@@ -258,8 +258,8 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: dict[int, l
                     ) -> dict[tuple[int, int], object]:
     asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
              for index, samples in groups.items()]
-    outcomes = await work.mesh.command(
-        group, orders.score_suffix(asked, work.config.sampling.temperature, keep_boundaries=keep), work.place())
+    order = orders.score_suffix(asked, work.config.sampling.temperature, keep_boundaries=keep)
+    outcomes = await group.command(order, work.place())
     return {(scored.group_index, scored.sample_index): scored.logprobs for scored in outcomes[0].value.samples}
 
 
@@ -294,7 +294,7 @@ async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[Res
     scale = LossScale(len(samples), sum(len(sample.token_ids) for sample in samples),
                       work.config.sampling.max_response_tokens)
     with work.timeline.span(Phase.SUFFIX, "suffix"):
-        outcomes = await work.mesh.command(work.mesh.trainer, orders.train_suffix(batch, scale), work.place())
+        outcomes = await work.mesh.trainer.command(orders.train_suffix(batch, scale), work.place())
     for name, value in outcomes[0].value.metrics.items():
         work.metrics[name] = work.metrics.get(name, 0.0) + value / batch_count
     await apply_update(work, index, last=index == batch_count - 1)

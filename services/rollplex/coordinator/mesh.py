@@ -9,13 +9,12 @@ from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.config import CoordinatorConfig
-from rollplex.coordinator.orders import Order
-from rollplex.coordinator.peers import EngineGroup, OnSamples, Outcome, Place
+from rollplex.coordinator.peers import EngineGroup, Place
 from rollplex.coordinator.records import Run
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.phases import Phase
-from rollplex.core.work import ResidencyEntry, UpdateOrder
+from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 from rollplex.v1.phase_service_pb2 import JoinResponse
@@ -38,7 +37,6 @@ class Mesh:
                          for name, address in addresses("rollout", config.rollout_replicas).items()]
         self._session = session
         self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
-        self._residency: dict[int, list[Sequence[ResidencyEntry]]] = {}
 
     @property
     def groups(self) -> list[EngineGroup]:
@@ -56,22 +54,9 @@ class Mesh:
         """Runs a blocking broker call off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
 
-    async def command(self, group: EngineGroup, order: Order, place: Place, on_samples: OnSamples | None = None
-                      ) -> list[Outcome]:
-        """A command to a group; remembers what its ranks hold, for the ledger."""
-        outcomes = await group.command(order, place, on_samples=on_samples)
-        self._residency[id(group)] = [outcome.residency for outcome in outcomes]
-        return outcomes
-
     async def enter_phase(self, run: str, iteration: int, phase: Phase) -> None:
         """Declares a phase. Raises InternalError when the one that ended left bytes that the contract forbids."""
-        entries = [entry for ranks in self._residency.values() for rank in ranks for entry in rank]
-
-        def enter(session: BrokerSession) -> Sequence[str]:
-            session.report_residency(entries)
-            return session.enter_phase(run, iteration, phase)
-
-        violations = await self.broker(enter)
+        violations = await self.broker(lambda session: session.enter_phase(run, iteration, phase))
         if violations:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
                                 reason="RESIDENCY_VIOLATED")
@@ -82,14 +67,22 @@ class Mesh:
             await group.ensure_joined()
         self._check_same_layout(with_reference)
         place = Place(run.name, -1, -1, timeout_s)
-        opened = await self.command(self.trainer, orders.open_run(run.config_json, "", attach=False), place)
+        await self._leave_former_run(place)
+        opened = await self.trainer.command(orders.open_run(run.config_json, "", attach=False), place)
         run.actor_slab, run.snapshot = opened[0].value.actor_slab, opened[0].value.snapshot
         slabs = sorted({outcome.value.actor_slab for outcome in opened})
         await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
         await asyncio.gather(*(
-            self.command(group, orders.open_run(run.config_json, run.actor_slab, attach=False), place)
+            group.command(orders.open_run(run.config_json, run.actor_slab, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
         await self.bind(run, timeout_s, with_reference)
+
+    async def _leave_former_run(self, place: Place) -> None:
+        """Nobody may map the slabs that the trainer gives back when it opens another run."""
+        busy = [group for group in self.groups if any(state.open_run for state in group.states)]
+        for group in busy:
+            await group.ensure_joined()
+        await self.quiesce(busy, place, leave_snapshot=True)
 
     async def ensure_ready(self, run: Run, timeout_s: float, with_reference: bool) -> None:
         """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
@@ -107,19 +100,19 @@ class Mesh:
 
     async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:
         """Has a replaced group re-import the run's slabs."""
-        await self.command(group, orders.open_run(run.config_json, run.actor_slab, attach=True),
+        await group.command(orders.open_run(run.config_json, run.actor_slab, attach=True),
                            Place(run.name, -1, run.snapshot, timeout_s))
 
     async def drop_gradients(self, run: Run, timeout_s: float) -> None:
         """Zeroes what an iteration that broke off has left in the trainer's gradient slabs."""
         order = UpdateOrder(0, 1.0, 0.0, run.optimizer_step + 1, skip=True)
-        await self.command(self.trainer, orders.apply_update(order), Place(run.name, -1, run.snapshot, timeout_s))
+        await self.trainer.command(orders.apply_update(order), Place(run.name, -1, run.snapshot, timeout_s))
 
     async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> None:
         """Every engine leases the run's snapshot; all must have bound the same file."""
         place = Place(run.name, -1, run.snapshot, timeout_s)
         bound = await asyncio.gather(*(
-            self.command(group, orders.bind_snapshot(), place)
+            group.command(orders.bind_snapshot(), place)
             for group in self.used_groups(with_reference)))
         actors = [self.trainer, *self.rollouts]
         inodes = {outcome.value.slab_inode for group, outcomes in zip(self.used_groups(with_reference), bound)
@@ -129,7 +122,7 @@ class Mesh:
 
     async def quiesce(self, groups: Sequence[EngineGroup], place: Place, *, leave_snapshot: bool) -> None:
         await asyncio.gather(*(
-            self.command(group, orders.quiesce(leave_snapshot=leave_snapshot), place)
+            group.command(orders.quiesce(leave_snapshot=leave_snapshot), place)
             for group in groups))
 
     def _check_same_layout(self, with_reference: bool) -> None:

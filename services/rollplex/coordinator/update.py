@@ -29,7 +29,7 @@ async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> N
     await mesh.quiesce(readers, work.place(), leave_snapshot=True)
     await work.move(PhaseEvent.READERS_QUIESCED)
     with work.timeline.span(Phase.UPDATE, "update"):
-        measured = await mesh.command(mesh.trainer, orders.measure_gradient(), work.place())
+        measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
         gradient: GradientResult = measured[0].value
         work.metrics["actor/grad_norm"] = work.metrics["grad_norm"] = gradient.grad_norm
         if gradient.finite:
@@ -75,7 +75,7 @@ async def _write_and_publish(mesh: Mesh, journal: Journal, run: Run, record: Upd
     writers = [rank.name for rank in mesh.trainer.ranks]
     epoch = await mesh.broker(lambda session: session.begin_update(run.name, record.snapshot, writers))
     order = UpdateOrder(epoch, record.clip_coefficient, record.learning_rate_factor, record.optimizer_step)
-    await mesh.command(mesh.trainer, orders.apply_update(order), place)
+    await mesh.trainer.command(orders.apply_update(order), place)
     await mesh.broker(lambda session: session.publish_snapshot(run.name, epoch, record.snapshot + 1))
     run.snapshot, run.optimizer_step = record.snapshot + 1, record.optimizer_step
     await journal.publish(run, record.snapshot)

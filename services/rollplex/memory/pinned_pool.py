@@ -8,6 +8,7 @@ from collections import deque
 
 import torch
 
+from rollplex.core.errors import WrongState
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.memory import views
@@ -47,6 +48,7 @@ class PinnedPool:
         self._mapped: MappedSlab | None = None
         self._lease: SlabLease | None = None
         self._delete = lambda: None
+        self._closed = False
 
     @classmethod
     def create(cls, session: BrokerSession, name: str, size_bytes: int, *, run: str = "") -> PinnedPool:
@@ -92,6 +94,7 @@ class PinnedPool:
 
     def put(self, tensor: torch.Tensor) -> PoolTensor:
         """Copies the tensor into the pool, contiguous. Raises OutOfMemory with the numbers."""
+        self._check_open()
         size = tensor.numel() * tensor.element_size()
         offset = self.allocate(size)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -100,14 +103,20 @@ class PinnedPool:
         return PoolTensor(self, view, size, offset)
 
     def get(self, handle: PoolTensor) -> torch.Tensor:
-        """A fresh contiguous copy."""
+        """A fresh contiguous copy. Raises WrongState once the pool is closed."""
+        self._check_open()
         return handle._view.clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
-        """Gives the slab back, if the pool made it. Handles are void afterwards."""
+        """Gives the slab back, if the pool made it. Handles are void afterwards. Idempotent."""
+        self._closed = True
         if self._mapped is None or self._lease is None:
             return
-        self._mapped.unbind()
+        self._mapped.close()
         self._lease.release()
         self._delete()
         self._mapped = self._lease = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WrongState("the pool is closed", reason="POOL_CLOSED")

@@ -110,9 +110,10 @@ class TrainerEngine:
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
         """Opens a mini-batch: drops older boundaries and gradients that were not applied, then runs every group's prefix.
 
-        Raises WrongState while no snapshot is bound, DataLoss for a prompt that is not the coordinator's.
+        Raises WrongState while no snapshot is bound or an update is half applied, DataLoss for a prompt unlike the coordinator's.
         """
         self._require_bound()
+        self._require_whole()
         self._prefixes.release_all()
         self._discard_gradients()
         hashes = []
@@ -193,6 +194,7 @@ class TrainerEngine:
         """
         state = self._require_state()
         if order.skip:
+            self._require_whole()
             self._discard_gradients()
             return work.UpdateResult(0, 0, 0)
         if not 0 < order.clip_coefficient <= 1:
@@ -284,6 +286,11 @@ class TrainerEngine:
         if self._state is None:
             raise WrongState("no run is open", reason="NO_RUN")
         return self._state
+
+    def _require_whole(self) -> None:
+        """The gradients of an update that has begun are not to be thrown away: the run can only roll forward."""
+        if self._require_state().optimizer.interrupted:
+            raise WrongState("an update is half applied; order it again", reason="UPDATE_INTERRUPTED")
 
     def _require_bound(self) -> None:
         self._require_state()

@@ -247,8 +247,10 @@ def test_a_pool_in_a_slab(mesh):
     with pytest.raises(OutOfMemory, match="do not fit the pool"):
         pool.put(torch.zeros(2000, dtype=torch.float64))
     assert session.ledger("r").rows[0].object_class == "pinned_pool"
-    del handle
     pool.close()
+    pool.close()
+    with pytest.raises(WrongState, match="closed"):
+        pool.get(handle)
     assert session.list_slabs() == ()
 
 
