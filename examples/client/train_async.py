@@ -11,7 +11,9 @@ from pathlib import Path
 from rollplex_client import AsyncClient, Prompt
 from rollplex_client.reward import serve_reward_async
 
-SUMS = [Prompt.text(f"What is {a} + {b}? Answer with the number alone.", ground_truth=str(a + b))
+# The mesh's own reward counts too, and scores only rows that say what kind of question they are.
+SUMS = [Prompt.text(f"What is {a} + {b}? Answer with the number alone.", ground_truth=str(a + b),
+                    problem_type="numerical")
         for a in range(2, 6) for b in range(3, 5)]
 
 

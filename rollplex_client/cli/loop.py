@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollplex.core.errors import BadInput, RollplexError
+from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable
+from rollplex.core.ids import new_id
 from rollplex_client.prompts import Prompt
 from rollplex_client.results import Event, Iteration, IterationHandle, Run
 from rollplex_client.sync import Client
@@ -62,8 +64,17 @@ class Observer(Protocol):
 
     def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None: ...
 
+    def on_retry(self, error: RollplexError) -> None: ...
 
-Submit = Callable[[str, Sequence[Prompt]], IterationHandle]
+
+Submit = Callable[..., IterationHandle]
+
+ATTEMPTS = 3
+"""How often an iteration is handed in when a service dies under it."""
+LOST_REASONS = ("COORDINATOR_RESTARTED", "ENGINE_RESTARTED")
+RECONNECT_S = 60.0
+"""How long a coordinator or an engine may be away when an iteration is handed in."""
+RETRY_PAUSE_S = 0.5
 
 
 class TrainingLoop:
@@ -85,17 +96,28 @@ class TrainingLoop:
 
     def _step(self, iteration: int) -> None:
         positions = [position for position in self._plan.batch(iteration) if position not in self._bad]
-        self._follow(self._submit(self._client.submit_iteration, self._plan.prompts, positions))
+        self._carry_out(self._client.submit_iteration, self._plan.prompts, positions)
 
     def _validate(self) -> None:
-        self._follow(self._submit(self._client.submit_validation, self._plan.heldout,
-                                  list(range(len(self._plan.heldout)))))
+        self._carry_out(self._client.submit_validation, self._plan.heldout, list(range(len(self._plan.heldout))))
+
+    def _carry_out(self, submit: Submit, prompts: Sequence[Prompt], positions: list[int]) -> None:
+        """Submits and follows; again when a service was lost, which leaves the snapshot as it was."""
+        for left in range(ATTEMPTS - 1, -1, -1):
+            try:
+                self._follow(self._submit(submit, prompts, positions))
+                return
+            except RollplexError as error:
+                lost = isinstance(error, Aborted | Unavailable) or error.reason in LOST_REASONS
+                if not left or not lost:
+                    raise
+                self._observer.on_retry(error)
 
     def _submit(self, submit: Submit, prompts: Sequence[Prompt], positions: list[int]) -> IterationHandle:
         while True:
             try:
-                return submit(self._plan.run, [prompts[position] for position in positions])
-            except RollplexError as error:
+                return self._hand_in(submit, [prompts[position] for position in positions])
+            except BadInput as error:
                 refused = refused_groups(error)
                 if not self._filter_bad or not refused or len(refused) >= len(positions):
                     raise
@@ -104,6 +126,17 @@ class TrainingLoop:
                     self._bad.update(dropped)
                 self._observer.on_refused(error, dropped)
                 positions = [position for position in positions if position not in dropped]
+
+    def _hand_in(self, submit: Submit, groups: Sequence[Prompt]) -> IterationHandle:
+        """With one request id, so that an answer that was lost does not make a second iteration."""
+        request_id, deadline = new_id("request"), time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                return submit(self._plan.run, groups, request_id=request_id)
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_PAUSE_S)
 
     def _follow(self, handle: IterationHandle) -> None:
         self._observer.on_submit(handle)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rollplex.core.errors import RollplexError
 from rollplex_client.history import IterationRecord
@@ -20,9 +20,9 @@ class LiveProgress:
 
     def __init__(self, console: Console, title: str, iterations: int) -> None:
         self._console, self._title, self._total = console, title, iterations
-        self._bars = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                              TextColumn("{task.fields[facts]}"), TimeElapsedColumn(), TextColumn("left"),
-                              TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._bars = Progress(TextColumn("{task.description}"), BarColumn(bar_width=8), MofNCompleteColumn(),
+                              TextColumn("{task.fields[facts]}"), TimeRemainingColumn(compact=True), console=console,
+                              disable=not console.is_terminal)
         self._overall = self._bars.add_task(title, total=iterations, facts="")
         self._samples = self._bars.add_task("samples", total=None, facts="")
         self._phase, self._begun = "", time.monotonic()
@@ -65,6 +65,9 @@ class LiveProgress:
     def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
         self._console.print(f"left out {len(dropped)} prompt(s): {error} [{error.reason}]", markup=False, soft_wrap=True)
 
+    def on_retry(self, error: RollplexError) -> None:
+        self._console.print(f"again, after: {error} [{error.reason}]", markup=False, soft_wrap=True)
+
 
 def result_facts(result: Iteration) -> str:
     """As in "reward 1.23 accuracy 0.41 in 1.2 s"."""
@@ -96,3 +99,6 @@ class Silent:
 
     def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
         """The command's result lists them."""
+
+    def on_retry(self, error: RollplexError) -> None:
+        """Nothing is shown."""

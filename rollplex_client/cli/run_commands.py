@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rollplex.core.errors import Unavailable
 from rollplex_client.cli.output import Output
 from rollplex_client.cli.settings import load
 from rollplex_client.formatting import size_text
@@ -19,8 +20,16 @@ from rollplex_client.sync import Client
 
 @contextmanager
 def coordinator(arguments: argparse.Namespace) -> Iterator[Client]:
-    with Client(load(arguments).coordinator_address) as client:
-        yield client
+    """Raises Unavailable in words that help when nobody listens there."""
+    address = load(arguments).coordinator_address
+    with Client(address) as client:
+        try:
+            yield client
+        except Unavailable as error:
+            if error.reason != Unavailable.default_reason:
+                raise
+            raise Unavailable(f"no coordinator answers at {address}; `rollplex up` starts a mesh, `rollplex status` "
+                              f"shows one", reason="COORDINATOR_UNREACHABLE", address=address) from error
 
 
 def runs(arguments: argparse.Namespace, output: Output) -> None:

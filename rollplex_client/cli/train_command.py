@@ -44,6 +44,7 @@ class Recorder:
 
     def __init__(self, display: LiveProgress | Silent, metrics: MetricsFile) -> None:
         self.refused: list[str] = []
+        self.retries = 0
         self._display, self._metrics = display, metrics
 
     def on_submit(self, handle: IterationHandle) -> None:
@@ -59,6 +60,10 @@ class Recorder:
     def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
         self.refused.append(str(error))
         self._display.on_refused(error, dropped)
+
+    def on_retry(self, error: RollplexError) -> None:
+        self.retries += 1
+        self._display.on_retry(error)
 
 
 def train(arguments: argparse.Namespace, output: Output) -> None:
@@ -83,7 +88,7 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
         exported = client.export_checkpoint(name, section.export) if section.export else None
         history = read_history(client, name)
     result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts),
-              "rows_refused": rows.refused, "prompts_refused": recorder.refused,
+              "rows_refused": rows.refused, "prompts_refused": recorder.refused, "iterations_retried": recorder.retries,
               "export": exported.path if exported else None}
     finish(output, folder, history, result)
 

@@ -61,8 +61,8 @@ class ActorTable:
     def register(self, run: str, slabs: tuple[str, ...], number: int) -> Actor:
         """VALID(number). The same registration again changes nothing. Raises WrongState or AlreadyExists otherwise."""
         if not run or not slabs or number < 0:
-            raise BadInput(f"run {run!r} with {len(slabs)} slabs at snapshot {number}: a run, a slab and a number from 0 "
-                           "are needed", reason="BAD_SNAPSHOT")
+            raise BadInput(f"run {run!r} with {len(slabs)} slabs at snapshot {number}: a run, a slab and a number from "
+                           "0 are needed", reason="BAD_SNAPSHOT")
         for slab in slabs:
             other = self.of_slab(slab)
             if other is not None and other.run != run:

@@ -73,10 +73,19 @@ def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
 
 async def _write_and_publish(mesh: Mesh, journal: Journal, run: Run, record: UpdateRecord, place: Place) -> None:
     writers = [rank.name for rank in mesh.trainer.ranks]
+    state = await mesh.broker(lambda session: session.get_snapshot(run.name))
+    if state.snapshot == record.snapshot + 1:
+        # The broker had published when this record's update broke off; only the journal does not know yet.
+        await _publish_in_journal(journal, run, record)
+        return
     epoch = await mesh.broker(lambda session: session.begin_update(run.name, record.snapshot, writers))
     order = UpdateOrder(epoch, record.clip_coefficient, record.learning_rate_factor, record.optimizer_step)
     await mesh.trainer.command(orders.apply_update(order), place)
     await mesh.broker(lambda session: session.publish_snapshot(run.name, epoch, record.snapshot + 1))
+    await _publish_in_journal(journal, run, record)
+
+
+async def _publish_in_journal(journal: Journal, run: Run, record: UpdateRecord) -> None:
     run.snapshot, run.optimizer_step = record.snapshot + 1, record.optimizer_step
     await journal.publish(run, record.snapshot)
 

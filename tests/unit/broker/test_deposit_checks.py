@@ -16,7 +16,7 @@ from rollplex.memory.host_driver import sealed_memfd
 from rollplex.memory.slab import Slab
 from rollplex.rpc import handles
 
-SLAB = Slab("s", "media", "coordinator", "host", 100)
+SLAB = Slab("s", "gradients", "trainer", "host", 100)
 
 
 def unsealed():
@@ -53,6 +53,12 @@ def test_refused(make, what, tmp_path):
     fd = make() if make else regular_file(tmp_path)
     with pytest.raises(BadInput, match=what):
         check_memfd(SLAB, fd)
+    os.close(fd)
+
+
+def test_decoded_frames_may_be_sealed_against_writing():
+    fd = write_sealed()
+    assert check_memfd(Slab("s", "media", "coordinator", "host", 100), fd)
     os.close(fd)
 
 

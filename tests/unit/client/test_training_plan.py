@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from canned_run import canned_history
 
-from rollplex.core.errors import BadInput
+from rollplex.core.errors import Aborted, BadInput, Unavailable
 from rollplex_client import Prompt
+from rollplex_client.cli import loop
 from rollplex_client.cli.loop import Plan, TrainingLoop
 from rollplex_client.cli.progress import Silent
 from rollplex_client.cli.shuffled_reward import ValueShuffler
@@ -39,13 +41,18 @@ def test_more_groups_than_rows_are_refused():
 class Recording:
     """A client whose iterations end at once; it refuses prompts whose text is in `bad`."""
 
-    def __init__(self, bad: set[str] = frozenset()) -> None:
-        self.bad, self.log = bad, []
+    def __init__(self, bad: set[str] = frozenset(), failures: Sequence[str] = ()) -> None:
+        self.bad, self.log, self.failures = bad, [], list(failures)
+        self.request_ids: list[str] = []
 
-    def submit_iteration(self, run, groups):
+    def submit_iteration(self, run, groups, *, request_id):
+        self.request_ids.append(request_id)
+        if self.failures and self.failures[0] == "submit":
+            self.failures.pop(0)
+            raise Unavailable("restarting")
         return self._submit("train", groups)
 
-    def submit_validation(self, run, groups):
+    def submit_validation(self, run, groups, *, request_id):
         return self._submit("validate", groups)
 
     def _submit(self, what, groups):
@@ -57,6 +64,9 @@ class Recording:
         return IterationHandle("r", len(self.log), what == "validate", 0)
 
     def wait(self, handle, on_event=None):
+        if self.failures and self.failures[0] == "wait":
+            self.failures.pop(0)
+            raise Aborted("trainer-0 was restarted while it worked", reason="ENGINE_RESTARTED")
         return Iteration("r", handle.iteration, handle.validation, "done", 0, {}, None, None, None)
 
 
@@ -87,6 +97,17 @@ def test_refused_prompts_end_a_run_unless_they_may_be_left_out():
     assert len(client.log) == 5
     assert not {"3", "7"} & set(trained)
     assert {"0", "9"} <= set(trained)
+
+
+def test_an_iteration_is_repeated_when_a_service_is_lost_under_it(monkeypatch):
+    monkeypatch.setattr(loop, "RETRY_PAUSE_S", 0.0)
+    client = Recording(failures=["submit", "wait", "wait"])
+    TrainingLoop(client, plan(iterations=2), Silent()).train(run_at(0))
+    assert [texts for _, texts in client.log] == [client.log[0][1]] * 3 + [client.log[3][1]]
+    assert client.request_ids[0] == client.request_ids[1]
+    assert len(set(client.request_ids)) == 4
+    with pytest.raises(Aborted):
+        TrainingLoop(Recording(failures=["wait"] * 3), plan(), Silent()).train(run_at(0))
 
 
 def test_summary_takes_the_ends_of_the_run():

@@ -1,0 +1,54 @@
+"""One mesh of real processes for all end-to-end tests, over the demo's videos and a model of random weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from hand_mesh import SERVICES, HandMesh
+
+from rollplex.data.datasets import read_dataset
+from rollplex_client import prompt_from_row
+
+
+@pytest.fixture(scope="session")
+def videos(tmp_path_factory):
+    """The demo's files: 80 training rows, 16 held-out ones."""
+    from rollplex.demo.videos import make_videos
+
+    return make_videos(tmp_path_factory.mktemp("videos"), seed=0, train_rows=80, heldout_rows=16)
+
+
+@pytest.fixture(scope="session")
+def prompts(videos):
+    return [prompt_from_row(row) for row in read_dataset(videos.train, media_root=videos.directory)]
+
+
+@pytest.fixture(scope="session")
+def mesh(tiny_checkpoint, videos):
+    mesh = HandMesh(tiny_checkpoint, videos.directory)
+    try:
+        mesh.start(*SERVICES)
+        with served_reward(mesh.runtime_dir / "ids.sock") as address, mesh.client as client:
+            client.register_reward("ids", address)
+            yield mesh
+    finally:
+        mesh.close()
+
+
+def token_sum(prompts, completions, completion_ids, **columns):
+    """A TRL reward that random weights can earn: it differs from sample to sample."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+@contextmanager
+def served_reward(socket):
+    process = subprocess.Popen([sys.executable, "-m", "rollplex_client.reward", f"{__file__}:token_sum", "--address",
+                                f"unix:{socket}"])
+    try:
+        yield f"unix:{socket}"
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,100 @@
+"""A mesh whose services are started by hand, each as `python -m rollplex.<name>`, with the demo's videos at hand."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rollplex.core.strict import to_toml
+from rollplex.rpc.channel import sync_channel
+from rollplex_client import Client
+
+SERVICES = {"keeper": "rollplex.broker.keeper", "broker": "rollplex.broker", "reward": "rollplex.reward",
+            "trainer-0": "rollplex.trainer", "reference-0": "rollplex.reference", "rollout-0": "rollplex.rollout",
+            "coordinator": "rollplex.coordinator"}
+START_TIMEOUT_S = 90.0
+
+
+class HandMesh:
+    """`start`, `kill`, `stop` take a service's name; `close` ends what is left."""
+
+    def __init__(self, checkpoint: Path, media_root: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> None:
+        # A Unix socket's path has 107 bytes at most, and pytest's directories are long.
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="rollplex-e2e-"))
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.config = self.runtime_dir / "mesh.toml"
+        self.config.write_text(to_toml({
+            "mesh": {"runtime_dir": str(self.runtime_dir), "drain_timeout_s": 2.0},
+            "model": {"checkpoint": str(checkpoint), "dtype": dtype},
+            "coordinator": {"media_roots": [str(media_root)], "media": {
+                "video_min_pixels": 3136, "video_max_pixels": 3136, "max_frames": 4}}, **sections}))
+
+    @property
+    def client(self) -> Client:
+        return Client(f"unix:{self.runtime_dir}/coordinator.sock", wait_for_ready=True)
+
+    def start(self, *names: str) -> None:
+        """Starts services and waits until each says SERVING."""
+        for name in names:
+            with (self.runtime_dir / f"{name}.log").open("a") as log:
+                self.processes[name] = subprocess.Popen(
+                    [sys.executable, "-m", SERVICES[name], "--config", str(self.config)], stdout=log, stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+        for name in names:
+            self._wait_serving(name)
+
+    def _wait_serving(self, name: str) -> None:
+        if name == "keeper":
+            return
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with sync_channel(f"unix:{self.runtime_dir}/{name}.sock") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < deadline:
+                assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"
+                try:
+                    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+                except grpc.RpcError:
+                    continue
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(0.05)
+        raise AssertionError(f"{name} does not serve:\n{self.log(name)}")
+
+    def log(self, name: str) -> str:
+        return (self.runtime_dir / f"{name}.log").read_text()[-4000:]
+
+    def pid(self, name: str) -> int:
+        return self.processes[name].pid
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: nothing of the process runs afterwards."""
+        self.processes[name].kill()
+        self.processes.pop(name).wait(30)
+
+    def stop(self, name: str) -> int:
+        """SIGTERM, as a supervisor does; the exit status."""
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        return process.wait(30)
+
+    def close(self) -> None:
+        for name in reversed(list(self.processes)):
+            self.processes[name].send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(15)
+        self.processes.clear()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
