@@ -24,6 +24,7 @@ class Media:
     frame_paths: tuple[str | Path, ...] = ()
     """A video given as image files, in order; instead of `path`."""
     fps: float | None = None
+    min_frames: int | None = None
     max_frames: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -59,15 +60,10 @@ class Prompt:
 
 
 def prompt_from_row(row: PromptRow) -> Prompt:
-    """A row that `rollplex.data.datasets.read_dataset` read. Raises BadInput for a frame minimum, which no prompt carries."""
-    media = []
-    for item in row.media:
-        if item.min_frames is not None:
-            raise BadInput(f"row {row.index}: min_frames of a single {item.kind} cannot be sent; set it for all media "
-                           "in the coordinator's limits", reason="MEDIA_LIMIT_UNSUPPORTED", row=row.index)
-        media.append(Media(item.kind, item.path, item.frames, item.fps, item.max_frames, item.min_pixels,
-                           item.max_pixels, item.total_pixels))
-    return Prompt(row.messages, tuple(media), row.ground_truth, row.problem_type, row.data_source, row.columns)
+    """A row that `rollplex.data.datasets.read_dataset` read."""
+    media = tuple(Media(item.kind, item.path, item.frames, item.fps, item.min_frames, item.max_frames, item.min_pixels,
+                        item.max_pixels, item.total_pixels) for item in row.media)
+    return Prompt(row.messages, media, row.ground_truth, row.problem_type, row.data_source, row.columns)
 
 
 def to_group(prompt: Prompt) -> pb.PromptGroup:
@@ -90,5 +86,5 @@ def _source(media: Media) -> pb.MediaSource:
     return pb.MediaSource(
         kind=media.kind, path=str(Path(media.path).absolute()) if media.path else "",
         frame_paths=[str(Path(path).absolute()) for path in media.frame_paths], fps=media.fps,
-        max_frames=media.max_frames, min_pixels=media.min_pixels, max_pixels=media.max_pixels,
+        min_frames=media.min_frames, max_frames=media.max_frames, min_pixels=media.min_pixels, max_pixels=media.max_pixels,
         total_pixels=media.total_pixels)

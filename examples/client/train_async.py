@@ -6,6 +6,7 @@
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 from rollplex_client import AsyncClient, Prompt
@@ -25,11 +26,15 @@ def right_sum(completions, ground_truth, **columns):
 async def train(runtime_dir: Path) -> None:
     async with AsyncClient(f"unix:{runtime_dir / 'coordinator.sock'}") as client:
         await client.register_reward("right_sum", f"unix:{runtime_dir / 'right-sum.sock'}")
-        await client.create_run("sums", {"sampling": {"samples_per_group": 4, "max_response_tokens": 8}})
-        for _ in range(5):
-            result = await client.wait(await client.submit_iteration("sums", SUMS))
-            print(result.iteration, {name: result.metrics.get(name) for name in ("reward", "rewards/right_sum/mean")})
-        await client.unregister_reward("right_sum")
+        try:
+            run = await client.create_run(time.strftime("sums-%H%M%S"),
+                                          {"sampling": {"samples_per_group": 4, "max_response_tokens": 8}})
+            for _ in range(5):
+                result = await client.wait(await client.submit_iteration(run.name, SUMS))
+                print(result.iteration, result.metrics.get("reward"), result.metrics.get("rewards/right_sum/mean"))
+        finally:
+            # A registered reward that nobody serves would leave every later sample unscored.
+            await client.unregister_reward("right_sum")
 
 
 async def main(runtime_dir: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hand_mesh import SERVICES, HandMesh
 
 from rollplex.data.datasets import read_dataset
 from rollplex_client import prompt_from_row
+
+TOKEN_SUM = Path(__file__).parents[1] / "support" / "token_sum.py"
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +41,9 @@ def mesh(tiny_checkpoint, videos):
         mesh.close()
 
 
-def token_sum(prompts, completions, completion_ids, **columns):
-    """A TRL reward that random weights can earn: it differs from sample to sample."""
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
-
-
 @contextmanager
 def served_reward(socket):
-    process = subprocess.Popen([sys.executable, "-m", "rollplex_client.reward", f"{__file__}:token_sum", "--address",
+    process = subprocess.Popen([sys.executable, "-m", "rollplex_client.reward", f"{TOKEN_SUM}:token_sum", "--address",
                                 f"unix:{socket}"])
     try:
         yield f"unix:{socket}"

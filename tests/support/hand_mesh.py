@@ -37,7 +37,7 @@ class HandMesh:
             "mesh": {"runtime_dir": str(self.runtime_dir), "drain_timeout_s": 2.0},
             "model": {"checkpoint": str(checkpoint), "dtype": dtype},
             "coordinator": {"media_roots": [str(media_root)], "media": {
-                "video_min_pixels": 3136, "video_max_pixels": 3136, "max_frames": 4}}, **sections}))
+                "video_min_pixels": 3136, "video_max_pixels": 3136, "max_frames": 64}}, **sections}))
 
     @property
     def client(self) -> Client:

@@ -81,9 +81,6 @@ class Stub:
             self.bound_snapshot = -1
         return work.QuiesceResult(0)
 
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        return ()
-
     def close(self) -> None:
         if self.session is not None:
             self.session.close()

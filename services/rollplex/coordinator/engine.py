@@ -78,6 +78,7 @@ class Coordinator:
             elif run.state is RunState.OPENING:
                 run.state = RunState.FAILED
                 await self.journal.put_run(run)
+        await self.intake.release_leftovers()
         if self.open_run is not None:
             await self._take_over(self.open_run)
         self._worker = asyncio.create_task(self._work(), name="iterations")

@@ -10,8 +10,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollplex.memory.client import BrokerSession
-
 from rollplex.coordinator.records import IterationKey
 from rollplex.core.errors import BadInput, DeadlineExceeded, Forbidden, RollplexError
 from rollplex.core.ids import media_slab
@@ -21,6 +19,10 @@ from rollplex.data.decoder import MediaDecoder
 from rollplex.data.limits import MediaLimits
 from rollplex.data.processor import PromptProcessor
 from rollplex.data.rows import PromptRow, check_row
+from rollplex.memory.client import BrokerSession
+
+MOST_EXPLAINED = 16
+"""Refused prompts whose reason is spelled out; a status has to fit into gRPC's trailers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,15 @@ class Intake:
         if slabs:
             await self._in_broker_thread(lambda: [self._session.delete(slab) for slab in slabs])
 
+    async def release_leftovers(self) -> None:
+        """Deletes the media slabs that an earlier coordinator left: nobody else knows of them."""
+        def release() -> None:
+            for slab in self._session.list_slabs("runs/"):
+                if slab.object_class == "media":
+                    self._session.delete(slab.name)
+
+        await self._in_broker_thread(release)
+
     def text(self, token_ids: Sequence[int]) -> str:
         return self._processor.decode_text(token_ids)
 
@@ -99,7 +110,9 @@ class Intake:
 
 
 def _refusal(refused: dict[int, RollplexError], row_count: int) -> BadInput:
-    lines = [f"prompt {index}: {error}" for index, error in sorted(refused.items())]
+    lines = [f"prompt {index}: {error}" for index, error in sorted(refused.items())[:MOST_EXPLAINED]]
+    if len(refused) > MOST_EXPLAINED:
+        lines.append(f"{len(refused) - MOST_EXPLAINED} more, see the indices")
     others = f"; the other {row_count - len(refused)} are untouched" if row_count > len(refused) else ""
     first = refused[min(refused)]
     return BadInput(f"{len(refused)} of {row_count} prompts are refused{others}. " + "; ".join(lines),

@@ -37,7 +37,6 @@ class Outcome:
 
     value: Any
     work_s: float
-    residency: tuple[work.ResidencyEntry, ...]
 
 
 @dataclass(slots=True)
@@ -219,5 +218,4 @@ def _left(deadline: float) -> float:
 
 def _outcome(result: phase_service_pb2.CommandResult) -> Outcome:
     name = result.WhichOneof("result")
-    residency = tuple(from_proto(work.ResidencyEntry, entry) for entry in result.residency)
-    return Outcome(from_proto(RESULT_TYPES[name], getattr(result, name)), result.work_s, residency)
+    return Outcome(from_proto(RESULT_TYPES[name], getattr(result, name)), result.work_s)

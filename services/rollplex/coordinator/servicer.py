@@ -186,11 +186,11 @@ def _row(index: int, group: pb.PromptGroup) -> PromptRow:
     def optional(message: Any, name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None
 
-    media = tuple(MediaRef(
-        source.kind, source.path, tuple(source.frame_paths), fps=optional(source, "fps"),
-        max_frames=optional(source, "max_frames"), min_pixels=optional(source, "min_pixels"),
-        max_pixels=optional(source, "max_pixels"), total_pixels=optional(source, "total_pixels"))
-        for source in group.media)
+    def limits(source: pb.MediaSource) -> dict[str, Any]:
+        names = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
+        return {name: optional(source, name) for name in names}
+
+    media = tuple(MediaRef(source.kind, source.path, tuple(source.frame_paths), **limits(source)) for source in group.media)
     return PromptRow(index, messages, media, optional(group, "ground_truth"), optional(group, "problem_type"),
                      optional(group, "data_source"), columns)
 

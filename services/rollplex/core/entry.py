@@ -12,7 +12,8 @@ from typing import Any
 from rollplex.core.errors import BadInput, RollplexError
 from rollplex.core.strict import apply_overrides, parse, read_toml
 
-SECTIONS = ("mesh", "model", "run", "coordinator", "broker", "rollout", "reference", "trainer", "reward", "train")
+SECTIONS = ("mesh", "model", "run", "coordinator", "broker", "rollout", "reference", "trainer", "reward", "data",
+            "train")
 """Every section of the file; a service reads its own and leaves the others to their owners."""
 
 

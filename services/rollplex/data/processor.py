@@ -21,7 +21,7 @@ from rollplex.data.limits import MediaLimits
 from rollplex.data.media import MediaItem
 from rollplex.data.rows import placeholder_kinds
 from rollplex.data.sizes import smart_resize
-from rollplex.data.torchvision_ops import ensure_torchvision
+from rollplex.torchvision_ops import ensure_torchvision
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5_VLProcessor

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rollplex.data.torchvision_ops import ensure_torchvision
 from rollplex.demo.clips import FRAME_PX
+from rollplex.torchvision_ops import ensure_torchvision
 
 ensure_torchvision()  # before transformers' model code is imported
 

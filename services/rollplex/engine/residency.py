@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from rollplex.core.work import ResidencyEntry
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 
 
 class ResidencyReport:
-    """`send` on the owner thread, at a command's end and when a class has grown; `entries` from any thread."""
+    """`send` on the owner thread, at a command's end and when a class has grown."""
 
     def __init__(self, session: BrokerSession, arena: Arena) -> None:
-        self.entries: tuple[ResidencyEntry, ...] = ()
-        """As last sent."""
         self._session, self._arena = session, arena
 
     def send(self) -> None:
         """Peaks are since the last call."""
-        self.entries = self._arena.entries()
-        self._session.report_residency(self.entries)
+        self._session.report_residency(self._arena.entries())

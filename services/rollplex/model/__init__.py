@@ -1,9 +1,9 @@
 """Qwen2.5-VL split at the first response position. Start with README.md."""
 
 # ruff: noqa: E402
-from rollplex.model.torchvision_ops import declare_torchvision_ops
+from rollplex.torchvision_ops import ensure_torchvision
 
-declare_torchvision_ops()
+ensure_torchvision()
 
 from rollplex.core.prompt_hash import prompt_hash
 from rollplex.model.activations import HostCopies, Offload

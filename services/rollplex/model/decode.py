@@ -9,7 +9,7 @@ P boundary tokens, R response capacity, V padded vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -97,13 +97,19 @@ class GroupDecoder:
         self.prefill.requires_grad_(False)
 
     @torch.inference_mode()
-    def start(self, groups: Sequence[tuple[PromptInputs, int]], max_new_tokens: int) -> DecodeState:
-        """Prefill each prompt once; rows are group after group."""
-        if not groups or min(n for _, n in groups) < 1 or max_new_tokens < 1:
-            raise BadInput(f"{len(groups)} groups of {[n for _, n in groups][:5]} rows, {max_new_tokens} new tokens")
-        boundaries = [(prefix_forward(self.prefill, inputs), n) for inputs, n in groups]
+    def start(self, groups: Iterable[tuple[PromptInputs, int]], max_new_tokens: int) -> DecodeState:
+        """Prefill each prompt once; rows are group after group. Given an iterator, one prompt's pixels live at a time."""
+        boundaries, first_tokens, first_positions = [], [], []
+        for inputs, n in groups:
+            if n < 1:
+                raise BadInput(f"group {len(boundaries)} has {n} rows; it needs at least 1")
+            boundaries.append((prefix_forward(self.prefill, inputs), n))
+            first_tokens.append(inputs.last_token)
+            first_positions.append(inputs.suffix_position)
+        if not boundaries or max_new_tokens < 1:
+            raise BadInput(f"{len(boundaries)} groups, {max_new_tokens} new tokens; both must be at least 1")
         device, dtype = self.embedding.device, self.embedding.dtype
-        counts = torch.tensor([n for _, n in groups])
+        counts = torch.tensor([n for _, n in boundaries])
         rows = int(counts.sum())
         shape = (rows, self.config.kv_head_count, max_new_tokens, self.config.head_size)
 
@@ -114,8 +120,8 @@ class GroupDecoder:
             lots=_make_lots(boundaries),
             keys=[torch.empty(shape, dtype=dtype, device=device) for _ in self.layers],
             values=[torch.empty(shape, dtype=dtype, device=device) for _ in self.layers],
-            first_tokens_B=per_row([inputs.last_token for inputs, _ in groups]),
-            first_positions_B=per_row([inputs.suffix_position for inputs, _ in groups]),
+            first_tokens_B=per_row(first_tokens),
+            first_positions_B=per_row(first_positions),
             capacity=max_new_tokens,
         )
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
-from rollplex.core.errors import RollplexError
+from rollplex.core.entry import arguments, run_service
 from rollplex.reference.config import load_config
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m rollplex.reference", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="TOML file with [model], [mesh] and [reference]")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", dest="overrides",
-                        help="overrides a key, as in reference.threads=2; may be repeated")
-    arguments = parser.parse_args()
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        from rollplex.reference.server import serve_forever
+def main() -> None:
+    parser = arguments("reference", "The reference of a mesh.")
+    given = parser.parse_args()
+    config = load_config(given.config, given.overrides)
+    from rollplex.reference.server import serve_forever
 
-        serve_forever(config)
-    except RollplexError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    serve_forever(config)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_service(main))

@@ -128,10 +128,6 @@ class ReferenceEngine:
             self.bound_snapshot = -1
         return work.QuiesceResult(released)
 
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        """Bytes outside slabs, as of the end of the last command; the weights' slab is in the broker's own books."""
-        return self._report.entries
-
     def close(self) -> None:
         self._drop_boundaries()
         self._weights.close()

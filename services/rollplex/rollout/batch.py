@@ -6,7 +6,7 @@ Legend: B rows, R response limit.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,21 +22,22 @@ class Batch:
     """`step` until `row_count` is 0; finished rows are padded until the last sample of their group has finished."""
 
     def __init__(self, decoder: GroupDecoder, sampler: TokenSampler, eos_token_ids: Sequence[int], pad_token_id: int,
-                 members: Sequence[tuple[SeededGroup, PromptInputs]]) -> None:
+                 members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
+        """`inputs` are read while the prompts are prefilled, one at a time."""
         self._decoder, self._sampler = decoder, sampler
         self._eos, self._pad = np.array(eos_token_ids, dtype=np.int64), pad_token_id
         limit = sampler.max_response_tokens
-        self._groups = [seeded.group for seeded, _ in members]
+        self._groups = [seeded.group for seeded in members]
         counts = [group.sample_count for group in self._groups]
         self.row_count = sum(counts)
         self._group_of_B = np.repeat(np.arange(len(counts)), counts)
         self._sample_of_B = np.concatenate([np.arange(count) for count in counts])
-        self._seeds_B = np.concatenate([seeded.seeds for seeded, _ in members])
+        self._seeds_B = np.concatenate([seeded.seeds for seeded in members])
         self._done_B = np.zeros(self.row_count, dtype=bool)
         self._tokens_BR = np.empty((self.row_count, limit), dtype=np.int64)
         self._logp_BR = np.empty((self.row_count, limit), dtype=np.float32)
         self._next_B: torch.Tensor | None = None
-        self.state = decoder.start([(inputs, count) for (_, inputs), count in zip(members, counts)], limit)
+        self.state = decoder.start(zip(inputs, counts), limit)
 
     @property
     def size_bytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.config import MeshSection, ModelSection
-from rollplex.core.strict import apply_overrides, parse, read_toml
+from rollplex.core.entry import load_sections
 
 ENGINES = ("torch",)
 
@@ -41,8 +41,7 @@ class RolloutConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RolloutConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RolloutConfig:
     """Raises BadInput for a missing file, an unknown key and a wrong value, naming the key."""
-    data = apply_overrides(read_toml(path), overrides)
-    own = {key: data[key] for key in ("model", "mesh", "rollout") if key in data}
-    return parse(RolloutConfig, own)
+    return RolloutConfig(**load_sections(path, list(overrides), {
+        "model": ModelSection, "mesh": MeshSection, "rollout": RolloutSection}))

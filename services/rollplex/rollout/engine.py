@@ -96,9 +96,6 @@ class TokenEngine(Protocol):
     def release_kv(self) -> int:
         """Gives back what is left of keys and values; bytes."""
 
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        """As of the end of the last command; called from any thread."""
-
     def close(self) -> None: ...
 
 
@@ -154,9 +151,6 @@ class RolloutEngine:
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
-
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        return self._tokens.residency()
 
     def close(self) -> None:
         self._tokens.close()

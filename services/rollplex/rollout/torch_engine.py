@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded, InternalError
@@ -15,7 +15,7 @@ from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.driver import Driver
-from rollplex.model import ActorLayout, GroupDecoder, ModelConfig
+from rollplex.model import ActorLayout, GroupDecoder, ModelConfig, PromptInputs
 from rollplex.rollout.admission import admitted_count
 from rollplex.rollout.batch import Batch
 from rollplex.rollout.engine import SeededGroup, Tally
@@ -78,9 +78,6 @@ class TorchEngine:
     def release_kv(self) -> int:
         return self._arena.release_class(KV)
 
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        return self._report.entries
-
     def close(self) -> None:
         self._actor.close()
         self._session.close()
@@ -91,16 +88,19 @@ class TorchEngine:
         rows = [seeded.group.sample_count for seeded in waiting]
         busy = sum(batch.row_count for batch in batches)
         count = admitted_count(rows, busy, self._max_rows, deterministic=deterministic)
-        members = []
-        for seeded in [waiting.popleft() for _ in range(count)]:
+        members = [waiting.popleft() for _ in range(count)]
+        if members:
+            pad, inputs = self._config.pad_token_id or 0, self._read(members, tally)
+            batches.append(Batch(self._decoder, sampler, self._config.eos_token_ids, pad, members, inputs))
+            self._account(batches)
+
+    def _read(self, members: Sequence[SeededGroup], tally: Tally) -> Iterator[PromptInputs]:
+        """Prompts one at a time: pixel patches are far larger than what prefill leaves of them."""
+        for seeded in members:
             tally.check()
             inputs = self._reader.read(seeded.group)
             tally.prompt(seeded.group, inputs.hash())
-            members.append((seeded, inputs))
-        if members:
-            pad = self._config.pad_token_id or 0
-            batches.append(Batch(self._decoder, sampler, self._config.eos_token_ids, pad, members))
-            self._account(batches)
+            yield inputs
 
     def _account(self, batches: Sequence[Batch]) -> None:
         """Brings the arena's rollout_kv to what the batches hold; the broker hears of growth at once."""

@@ -8,10 +8,13 @@ from grpc import aio
 from rollplex.core.errors import BadInput
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_METADATA_BYTES = 256 * 2**10
 
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Errors travel in trailers, with texts that name every prompt that was refused.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     # A restarted service comes back on the same socket within a second; the default back-off would wait for a minute.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -52,8 +52,6 @@ class PhaseEngine(Protocol):
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult: ...
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult: ...
-
-    def residency(self) -> Sequence[work.ResidencyEntry]: ...
 
     def close(self) -> None: ...
 
@@ -128,8 +126,6 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
             name = RESULT_FIELDS[type(event.value)]
             message = getattr(response.result, name)
             message.CopyFrom(to_proto(event.value, type(message)))
-            response.result.residency.extend(
-                to_proto(entry, types_pb2.ResidencyEntry) for entry in self._host.engine.residency())
         else:
             response.samples.samples.extend(to_proto(sample, phase_service_pb2.FinishedSample) for sample in event)
         return response

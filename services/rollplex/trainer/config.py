@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.config import MeshSection, ModelSection
-from rollplex.core.strict import apply_overrides, parse, read_toml
+from rollplex.core.entry import load_sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,7 @@ class TrainerConfig:
     trainer: TrainerSection = field(default_factory=TrainerSection)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Raises BadInput for a missing file, an unknown key and a wrong value, naming the key."""
-    data = apply_overrides(read_toml(path), overrides)
-    own = {key: data[key] for key in ("model", "mesh", "trainer") if key in data}
-    return parse(TrainerConfig, own)
+    return TrainerConfig(**load_sections(path, list(overrides), {
+        "model": ModelSection, "mesh": MeshSection, "trainer": TrainerSection}))

@@ -238,10 +238,6 @@ class TrainerEngine:
         self._report.send()
         return work.QuiesceResult(released)
 
-    def residency(self) -> Sequence[work.ResidencyEntry]:
-        """Bytes outside slabs, as of the end of the last command; the slabs are in the broker's own books."""
-        return self._report.entries
-
     def close(self) -> None:
         """Slabs stay with the broker."""
         self._close_run()

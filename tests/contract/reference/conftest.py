@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import RUN, Loop, broker, connect, served
+from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "rollout"), str(Path(__file__).parents[2] / "unit" / "engine")]
-
-from engine_rig import RUN, Loop, broker, connect, served  # noqa: E402
-from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel  # noqa: E402
-
-from rollplex.core.config import MeshSection, ModelSection  # noqa: E402
-from rollplex.data.processor import PromptProcessor  # noqa: E402
-from rollplex.engine.prompts import PromptReader  # noqa: E402
-from rollplex.memory.host_driver import HostDriver  # noqa: E402
-from rollplex.reference.config import ReferenceConfig, ReferenceSection  # noqa: E402
-from rollplex.reference.server import PROCESS, build_engine  # noqa: E402
-from rollplex.reference.servicer import add_reference  # noqa: E402
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.data.processor import PromptProcessor
+from rollplex.engine.prompts import PromptReader
+from rollplex.memory.host_driver import HostDriver
+from rollplex.reference.config import ReferenceConfig, ReferenceSection
+from rollplex.reference.server import PROCESS, build_engine
+from rollplex.reference.servicer import add_reference
 
 
 @pytest.fixture(scope="module")

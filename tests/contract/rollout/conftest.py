@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import Actor, Loop, broker, connect, served
+from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "unit" / "engine")]
-
-from engine_rig import Actor, Loop, broker, connect, served  # noqa: E402
-from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel  # noqa: E402
-
-from rollplex.core.config import MeshSection, ModelSection  # noqa: E402
-from rollplex.data.processor import PromptProcessor  # noqa: E402
-from rollplex.engine.prompts import PromptReader  # noqa: E402
-from rollplex.memory.host_driver import HostDriver  # noqa: E402
-from rollplex.rollout.config import RolloutConfig, RolloutSection  # noqa: E402
-from rollplex.rollout.server import build_engine  # noqa: E402
-from rollplex.rollout.servicer import add_rollout  # noqa: E402
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.data.processor import PromptProcessor
+from rollplex.engine.prompts import PromptReader
+from rollplex.memory.host_driver import HostDriver
+from rollplex.rollout.config import RolloutConfig, RolloutSection
+from rollplex.rollout.server import build_engine
+from rollplex.rollout.servicer import add_rollout
 
 MAX_ROWS = 12
 

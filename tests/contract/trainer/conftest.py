@@ -6,26 +6,21 @@ import itertools
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_rig import Loop, broker, connect
+from tiny_checkpoint import PromptMaker, save_tiny, tensor_parallel
+from trainer_rig import TrainerClient
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout"),
-                str(Path(__file__).parents[2] / "unit" / "engine")]
-
-from engine_rig import Loop, broker, connect  # noqa: E402
-from tiny_checkpoint import PromptMaker, save_tiny, tensor_parallel  # noqa: E402
-from trainer_rig import TrainerClient  # noqa: E402
-
-from rollplex.core.config import MeshSection, ModelSection  # noqa: E402
-from rollplex.core.strict import to_plain, to_toml  # noqa: E402
-from rollplex.data.processor import PromptProcessor  # noqa: E402
-from rollplex.rpc.engine_server import start_engine  # noqa: E402
-from rollplex.trainer.config import TrainerConfig, TrainerSection  # noqa: E402
-from rollplex.trainer.server import build_engine  # noqa: E402
-from rollplex.trainer.servicer import add_trainer  # noqa: E402
+from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.strict import to_plain, to_toml
+from rollplex.data.processor import PromptProcessor
+from rollplex.rpc.engine_server import start_engine
+from rollplex.trainer.config import TrainerConfig, TrainerSection
+from rollplex.trainer.server import build_engine
+from rollplex.trainer.servicer import add_trainer
 
 NAME = "trainer-0"
 RUNS = (f"run-{number}" for number in itertools.count())

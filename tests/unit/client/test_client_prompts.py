@@ -34,9 +34,9 @@ def test_frames_and_relative_paths_become_absolute(tmp_path, monkeypatch):
     assert list(to_group(prompt_from_row(row)).media[0].frame_paths) == [f"{tmp_path}/a.png", f"{tmp_path}/b.png"]
 
 
-def test_a_minimum_of_frames_is_refused_not_dropped():
-    with pytest.raises(BadInput, match="row 5: min_frames"):
-        prompt_from_row(PromptRow(5, MESSAGES, (MediaRef("video", "/v.mp4", min_frames=4),)))
+def test_a_minimum_of_frames_is_kept():
+    row = PromptRow(5, MESSAGES, (MediaRef("video", "/v.mp4", min_frames=4),))
+    assert to_group(prompt_from_row(row)).media[0].min_frames == 4
 
 
 def test_text_puts_media_first_and_a_string_becomes_a_part():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollplex.data.sizes import frame_indices, smart_resize, video_frame_size
-from rollplex.data.torchvision_ops import ensure_torchvision
+from rollplex.torchvision_ops import ensure_torchvision
 
 
 def test_smart_resize_is_transformers_own():

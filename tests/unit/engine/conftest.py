@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny_checkpoint import save_tiny  # noqa: E402
+from tiny_checkpoint import save_tiny
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_qwen import Bound, bind_model, build_hf, exact_float64
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny_qwen import Bound, bind_model, build_hf, exact_float64  # noqa: E402
-
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel  # noqa: E402
+from rollplex.model import destroy_tensor_parallel, init_tensor_parallel
 
 
 @pytest.fixture(scope="session", autouse=True)

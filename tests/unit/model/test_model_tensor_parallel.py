@@ -13,7 +13,7 @@ from tensor_parallel_worker import measure
 from rollplex.core.errors import BadInput
 from rollplex.model import ActorLayout, init_tensor_parallel, read_model_config
 
-WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+WORKER = Path(__file__).parents[2] / "support" / "tensor_parallel_worker.py"
 
 
 def run_ranks(checkpoints: list[Path], folder: Path, size: int) -> list[list[dict]]:

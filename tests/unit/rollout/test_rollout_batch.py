@@ -27,7 +27,8 @@ def member(decoder, index: int, length: int, rows: int):
 
 def run(decoder, members) -> tuple[dict, list[int]]:
     sampler = TokenSampler(Sampling(1.0, LIMIT), decoder.config.forbidden_token_ids)
-    batch = Batch(decoder, sampler, decoder.config.eos_token_ids, 0, members)
+    seeded, inputs = zip(*members, strict=True)
+    batch = Batch(decoder, sampler, decoder.config.eos_token_ids, 0, seeded, inputs)
     found, sizes = {}, [batch.size_bytes]
     while batch.row_count:
         for sample in batch.step():
@@ -76,7 +77,8 @@ def test_groups_leave_one_after_the_other_with_the_samples_that_they_have_alone(
 
 def test_unfinished_samples_have_their_tokens_so_far(decoder):
     sampler = TokenSampler(Sampling(1.0, LIMIT), decoder.config.forbidden_token_ids)
-    batch = Batch(decoder, sampler, (), 0, [member(decoder, 0, 9, 3)])
+    seeded, inputs = member(decoder, 0, 9, 3)
+    batch = Batch(decoder, sampler, (), 0, [seeded], [inputs])
     assert batch.unfinished() == []
     for _ in range(5):
         assert batch.step() == []

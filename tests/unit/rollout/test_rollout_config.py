@@ -47,7 +47,7 @@ def test_mistakes_are_named(path, override, words):
 def test_config_is_checked_before_torch_is_imported(path):
     code = (
         "import sys; sys.argv=['x','--config',sys.argv[1],'--set','rollout.max_rows=no'];"
-        "from rollplex.rollout.__main__ import main; status = main();"
+        "from rollplex.core.entry import run_service; from rollplex.rollout.__main__ import main; status = run_service(main);"
         "assert 'torch' not in sys.modules and 'grpc' not in sys.modules; sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)

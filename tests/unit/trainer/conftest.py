@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_trainer import DictBroker, build_hf, open_engine
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny_trainer import DictBroker, build_hf, open_engine  # noqa: E402
-
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel  # noqa: E402
-from rollplex.trainer.engine import TrainerEngine  # noqa: E402
+from rollplex.model import destroy_tensor_parallel, init_tensor_parallel
+from rollplex.trainer.engine import TrainerEngine
 
 
 @pytest.fixture(scope="session", autouse=True)

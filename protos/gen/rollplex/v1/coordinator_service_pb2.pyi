@@ -106,7 +106,7 @@ class PromptGroup(_message.Message):
     def __init__(self, messages_json: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaSource, _Mapping]]] = ..., ground_truth: _Optional[str] = ..., problem_type: _Optional[str] = ..., data_source: _Optional[str] = ..., columns_json: _Optional[str] = ...) -> None: ...
 
 class MediaSource(_message.Message):
-    __slots__ = ("kind", "path", "frame_paths", "fps", "max_frames", "min_pixels", "max_pixels", "total_pixels")
+    __slots__ = ("kind", "path", "frame_paths", "fps", "max_frames", "min_pixels", "max_pixels", "total_pixels", "min_frames")
     KIND_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     FRAME_PATHS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class MediaSource(_message.Message):
     MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
     MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MIN_FRAMES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     path: str
     frame_paths: _containers.RepeatedScalarFieldContainer[str]
@@ -123,7 +124,8 @@ class MediaSource(_message.Message):
     min_pixels: int
     max_pixels: int
     total_pixels: int
-    def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., frame_paths: _Optional[_Iterable[str]] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., total_pixels: _Optional[int] = ...) -> None: ...
+    min_frames: int
+    def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., frame_paths: _Optional[_Iterable[str]] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., total_pixels: _Optional[int] = ..., min_frames: _Optional[int] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
     __slots__ = ("name", "config_json", "replace_open_run")

@@ -114,7 +114,7 @@ class FinishedSample(_message.Message):
     def __init__(self, group_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Union[_types_pb2.NumericArray, _Mapping]] = ..., logprobs: _Optional[_Union[_types_pb2.NumericArray, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("open_run", "bind", "quiesce", "generate", "prefix", "score", "suffix", "gradient", "update", "checkpoint", "work_s", "residency")
+    __slots__ = ("open_run", "bind", "quiesce", "generate", "prefix", "score", "suffix", "gradient", "update", "checkpoint", "work_s")
     OPEN_RUN_FIELD_NUMBER: _ClassVar[int]
     BIND_FIELD_NUMBER: _ClassVar[int]
     QUIESCE_FIELD_NUMBER: _ClassVar[int]
@@ -126,7 +126,6 @@ class CommandResult(_message.Message):
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     WORK_S_FIELD_NUMBER: _ClassVar[int]
-    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     open_run: OpenRunResult
     bind: BindResult
     quiesce: QuiesceResult
@@ -138,8 +137,7 @@ class CommandResult(_message.Message):
     update: UpdateResult
     checkpoint: CheckpointResult
     work_s: float
-    residency: _containers.RepeatedCompositeFieldContainer[_types_pb2.ResidencyEntry]
-    def __init__(self, open_run: _Optional[_Union[OpenRunResult, _Mapping]] = ..., bind: _Optional[_Union[BindResult, _Mapping]] = ..., quiesce: _Optional[_Union[QuiesceResult, _Mapping]] = ..., generate: _Optional[_Union[GenerateResult, _Mapping]] = ..., prefix: _Optional[_Union[PrefixResult, _Mapping]] = ..., score: _Optional[_Union[ScoreResult, _Mapping]] = ..., suffix: _Optional[_Union[SuffixResult, _Mapping]] = ..., gradient: _Optional[_Union[GradientResult, _Mapping]] = ..., update: _Optional[_Union[UpdateResult, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointResult, _Mapping]] = ..., work_s: _Optional[float] = ..., residency: _Optional[_Iterable[_Union[_types_pb2.ResidencyEntry, _Mapping]]] = ...) -> None: ...
+    def __init__(self, open_run: _Optional[_Union[OpenRunResult, _Mapping]] = ..., bind: _Optional[_Union[BindResult, _Mapping]] = ..., quiesce: _Optional[_Union[QuiesceResult, _Mapping]] = ..., generate: _Optional[_Union[GenerateResult, _Mapping]] = ..., prefix: _Optional[_Union[PrefixResult, _Mapping]] = ..., score: _Optional[_Union[ScoreResult, _Mapping]] = ..., suffix: _Optional[_Union[SuffixResult, _Mapping]] = ..., gradient: _Optional[_Union[GradientResult, _Mapping]] = ..., update: _Optional[_Union[UpdateResult, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointResult, _Mapping]] = ..., work_s: _Optional[float] = ...) -> None: ...
 
 class OpenRunResult(_message.Message):
     __slots__ = ("actor_slab", "actor_bytes", "snapshot", "parameter_count")
