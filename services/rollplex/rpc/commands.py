@@ -41,7 +41,7 @@ Event = Progress | tuple[FinishedSample, ...] | Result | RollplexError
 Work = Callable[["Command"], Any]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Command:
     """One command and its log. Also the WorkContext that the engine sees, on the owner thread."""
 
@@ -51,6 +51,8 @@ class Command:
     deadline: float
     work: Work | None
     loop: asyncio.AbstractEventLoop
+    timer: asyncio.TimerHandle | None = None
+    """Fires at the deadline; cancelled at the end, or it would keep the command alive until then."""
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     aborting: bool = False
@@ -62,6 +64,8 @@ class Command:
             return
         self.events.append(event)
         self.ended = isinstance(event, Result | RollplexError)
+        if self.ended and self.timer is not None:
+            self.timer.cancel()
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -124,7 +128,7 @@ class CommandBoard:
         command = Command(command_id, epoch, sequence, time.monotonic() + timeout_s, work, loop)
         self._commands[command_id] = command
         self._waiting[sequence] = command
-        loop.call_later(timeout_s, self._expire, command)
+        command.timer = loop.call_later(timeout_s, self._expire, command)
         self._pump()
         self._forget_old()
         return False

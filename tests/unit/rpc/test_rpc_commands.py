@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -124,3 +126,16 @@ async def test_ended_commands_are_forgotten_in_the_end(board):
     assert len(board._commands) <= KEPT_COMMANDS + 1
     with pytest.raises(NotFound):
         await outcome(board, "c1")
+
+
+async def test_a_forgotten_command_is_gone_though_its_deadline_is_far(board):
+    def work(context):
+        return bytearray(1)
+
+    board.start("first", 1, 1, 3600, work)
+    first = weakref.ref(board._find("first"))
+    for number in range(2, 3 * KEPT_COMMANDS):
+        board.start(f"c{number}", 1, number, 3600, lambda _: None)
+        await outcome(board, f"c{number}")
+    gc.collect()
+    assert first() is None
