@@ -15,7 +15,7 @@ class DemoRecipe:
     iterations: int = 30
     groups_per_iteration: int = 16
     samples_per_group: int = 8
-    learning_rate: float = 2e-4
+    learning_rate: float = 1.5e-4
     """AdamW, betas 0.9 and 0.999, no weight decay, gradient clipped at 1.0, one update an iteration."""
     vision_learning_rate: float = 0.0
     """Tower and projector are frozen: they see well already, and reinforcement on noise (control `shuffle`) would wreck them."""
