@@ -1,0 +1,63 @@
+"""Which device holds what when training and rollout have different tensor-parallel degrees. Pure arithmetic.
+
+Device g runs training rank g and holds rollout shard g // q, with q = TP_train / TP_rollout. The q devices of one rollout
+shard belong to the q rollout replicas: with TP_train = 8 and TP_rollout = 4, replica 0 sits on devices 0, 2, 4, 6 and replica 1
+on devices 1, 3, 5, 7 (training.md, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex.core.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One node group. Raises BadInput unless q is a positive integer."""
+
+    train_tp: int = 1
+    rollout_tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.train_tp < 1 or self.rollout_tp < 1 or self.train_tp % self.rollout_tp:
+            raise BadInput(f"training at TP {self.train_tp} and rollout at TP {self.rollout_tp}: TP_train must be a positive "
+                           "multiple of TP_rollout, so that training shards nest in rollout shards", reason="BAD_TOPOLOGY",
+                           train_tp=self.train_tp, rollout_tp=self.rollout_tp)
+
+    @property
+    def q(self) -> int:
+        return self.train_tp // self.rollout_tp
+
+    @property
+    def device_count(self) -> int:
+        return self.train_tp
+
+    @property
+    def replica_count(self) -> int:
+        """Rollout replicas that share the trainer's devices."""
+        return self.q
+
+    def rollout_shard(self, device: int) -> int:
+        """Which of the TP_rollout shards the device's slab holds."""
+        return device // self.q
+
+    def part(self, device: int) -> int:
+        """Which of the q parts of that shard the device's training rank owns."""
+        return device % self.q
+
+    def peers(self, device: int) -> tuple[int, ...]:
+        """Devices that hold the same rollout shard, the device itself included: where its training rank writes."""
+        first = self.rollout_shard(device) * self.q
+        return tuple(range(first, first + self.q))
+
+    def replica_devices(self, replica: int) -> tuple[int, ...]:
+        """Device of each rollout rank of a replica."""
+        if not 0 <= replica < self.replica_count:
+            raise BadInput(f"replica {replica} of {self.replica_count}", reason="BAD_TOPOLOGY")
+        return tuple(shard * self.q + replica for shard in range(self.rollout_tp))
+
+
+def device_name(index: int) -> str:
+    """Name of a host device: one slab set."""
+    return f"host:{index}"

@@ -1,0 +1,35 @@
+"""Devices, replicas and peers at every pair of degrees."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollplex.core.errors import BadInput
+from rollplex.core.topology import Topology
+
+PAIRS = [(train, rollout) for train in (1, 2, 4, 8) for rollout in (1, 2, 4, 8) if train % rollout == 0]
+
+
+def test_the_papers_shape():
+    topology = Topology(8, 4)
+    assert topology.replica_devices(0) == (0, 2, 4, 6)
+    assert topology.replica_devices(1) == (1, 3, 5, 7)
+    assert [topology.rollout_shard(device) for device in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert topology.peers(5) == (4, 5)
+
+
+@pytest.mark.parametrize(("train", "rollout"), PAIRS)
+def test_replicas_cover_the_devices_once_and_hold_every_shard(train, rollout):
+    topology = Topology(train, rollout)
+    replicas = [topology.replica_devices(replica) for replica in range(topology.replica_count)]
+    assert sorted(device for devices in replicas for device in devices) == list(range(train))
+    for devices in replicas:
+        assert [topology.rollout_shard(device) for device in devices] == list(range(rollout))
+    for device in range(train):
+        assert topology.peers(device)[topology.part(device)] == device
+
+
+@pytest.mark.parametrize(("train", "rollout"), [(1, 2), (3, 2), (0, 1), (4, 0), (6, 4)])
+def test_what_does_not_nest_is_refused_with_the_numbers(train, rollout):
+    with pytest.raises(BadInput, match=f"TP {train} and rollout at TP {rollout}"):
+        Topology(train, rollout)
