@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded, InternalError
+from rollplex.core.ids import actor_slab
 from rollplex.core.residency import Residency
 from rollplex.engine.actor import ActorMapping
 from rollplex.engine.layout_hash import layout_hash
@@ -41,8 +42,8 @@ class TorchEngine:
         self._report = ResidencyReport(session, self._arena)
         self._reported_bytes = 0
 
-    def open(self, actor_slab: str) -> None:
-        self._actor.open(actor_slab)
+    def open(self, run: str) -> None:
+        self._actor.open(actor_slab(run, self._actor.device))
 
     def bind(self, snapshot: int) -> tuple[int, int]:
         inode = self._actor.bind(snapshot)
