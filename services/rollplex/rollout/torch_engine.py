@@ -45,9 +45,9 @@ class TorchEngine:
     def open(self, run: str) -> None:
         self._actor.open(actor_slab(run, self._actor.device))
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
         inode = self._actor.bind(snapshot)
-        return self._bound_parameters(), inode
+        return self._bound_parameters(), {self._actor.device: inode}
 
     def unbind(self) -> None:
         self._actor.unbind()

@@ -96,7 +96,7 @@ class TrainerEngine:
             self._prefixes.release_all()
         inode = self._actor.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, len(self._model.layout.tensors), inode)
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {self._actor.device: inode})
 
     def require(self, run: str, snapshot: int | None = None) -> None:
         """Raises WrongState unless this run is open and, if given, this snapshot bound."""

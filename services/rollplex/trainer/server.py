@@ -36,9 +36,8 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
     """Blocks until SIGTERM."""
     name = f"trainer-{rank}"
     configure_logging(name)
-    section = config.trainer
-    init_tensor_parallel(rank, section.tensor_parallel_size, store=section.rendezvous or None,
-                         timeout_s=section.collective_timeout_s)
+    init_tensor_parallel(rank, config.mesh.train_tensor_parallel, store=f"file://{config.mesh.rendezvous_dir}/trainer",
+                         timeout_s=config.mesh.collective_timeout_s)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
                          drain_timeout_s=config.mesh.drain_timeout_s))

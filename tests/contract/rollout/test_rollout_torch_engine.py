@@ -61,7 +61,7 @@ def test_the_process_serves_and_drains(mesh, tmp_path):
         assert client.joined.role == "rollout"
         assert client.joined.pid == process.pid
         client.open_run()
-        assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inode
+        assert client.bind(mesh.actor.snapshot).inodes == {"host:0": mesh.actor.inode}
         client.quiesce()
         client.channel.close()
         process.terminate()
