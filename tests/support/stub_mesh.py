@@ -66,7 +66,7 @@ class Stub:
         if self.role == "trainer" and not attach:
             self.session = self.session or BrokerSession.connect(
                 self.mesh.address("broker"), self.mesh.handle_socket, process="trainer-0", role="trainer")
-            slab = actor_slab(run, "host")
+            slab = actor_slab(run, "host:0")
             self.session.create(slab, object_class="actor_snapshot", size_bytes=ACTOR_BYTES, run=run)
         return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
 

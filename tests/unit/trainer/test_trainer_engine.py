@@ -15,7 +15,7 @@ from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import LossScale, PreparedGroup, ResponseGroup, UpdateOrder
 from rollplex.model import load_into
 
-ACTOR = actor_slab("run", "host")
+ACTOR = actor_slab("run", "host:0")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_attach_needs_a_run_that_was_loaded(build_engine, monkeypatch):
     with pytest.raises(NotFound):
         engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
-        patch.setattr("rollplex.trainer.custody.load_into", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        patch.setattr("rollplex.trainer.actor_slabs.load_into", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
         engine.open_run(QUIET, "run", -1, run_config(), "", False)
     with pytest.raises(WrongState, match="never finished"):
         engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
