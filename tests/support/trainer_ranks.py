@@ -26,9 +26,9 @@ class TrainerRanks:
 
     def __init__(self, config: TrainerConfig, session: BrokerSession, run: str, folder: Path) -> None:
         self.config, self.session, self.run = config, session, run
-        self.size = config.trainer.tensor_parallel_size
+        self.size = config.mesh.train_tensor_parallel
         self.layout = ActorLayout.build(read_model_config(config.model.checkpoint),
-                                        config.trainer.rollout_tensor_parallel_size, config.model.dtype, self.size)
+                                        config.mesh.rollout_tensor_parallel, config.model.dtype, self.size)
         self._file = folder / "mesh.toml"
         self._file.write_text(to_toml(to_plain(config)))
         self.processes: dict[int, subprocess.Popen] = {}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
 from rollplex.core.residency import CONTRACT
+from rollplex.core.topology import is_host
 from rollplex.memory.slab import Slab
 
-_HOST_DEVICE = re.compile(r"host(:\d+)?")
-"""Plain host memory, or one of the devices that stand for GPUs on a CPU."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WRITE_SEALS = fcntl.F_SEAL_WRITE | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
 
@@ -27,7 +25,7 @@ def check_announced(slab: Slab) -> None:
     if slab.object_class not in CONTRACT:
         raise BadInput(f"object class {slab.object_class!r} is none of {', '.join(CONTRACT)}",
                        reason="BAD_OBJECT_CLASS")
-    if not _HOST_DEVICE.fullmatch(slab.device):
+    if not is_host(slab.device):
         raise BadInput(f"slab {slab.name} on device {slab.device!r}: this broker has the host driver only",
                        reason="NO_DRIVER", device=slab.device)
     if slab.size_bytes < 1:

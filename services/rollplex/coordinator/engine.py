@@ -144,6 +144,7 @@ class Coordinator:
             config = parse(RunConfig, json.loads(config_json or "{}"))
         except json.JSONDecodeError as error:
             raise BadInput(f"config_json is no JSON: {error}", reason="BAD_CONFIG") from error
+        self._check_schedule(config)
         text = json.dumps(to_plain(config), sort_keys=True)
         async with self._submitting:
             known = self.runs.get(name)
@@ -160,6 +161,13 @@ class Coordinator:
             await self.journal.put_run(run)
             await self._open(run, config)
             return run
+
+    def _check_schedule(self, config: RunConfig) -> None:
+        own = self.mesh.topology.own_replicas > 0
+        if own != (config.schedule == "disaggregated"):
+            raise BadInput(f"schedule {config.schedule!r} on a mesh with mesh.own_replicas = {self.mesh.topology.own_replicas}: "
+                           "`disaggregated` needs rollout on devices of its own, the other schedules share the trainer's",
+                           reason="BAD_SCHEDULE", schedule=config.schedule)
 
     async def _close_open_run(self) -> None:
         if self.open_run is None:

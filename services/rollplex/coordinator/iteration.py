@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.coordinator import orders
+from rollplex.coordinator.agreement import agreed_metrics
 from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
@@ -60,7 +61,7 @@ class IterationWork:
         return self.config.loss.kl_coef > 0 and not self.key.validation
 
     def place(self) -> Place:
-        return Place(self.run.name, self.key.iteration, self.run.snapshot, self.config.phase_timeout_s)
+        return Place(self.run.name, self.key.iteration, self.run.snapshot, self.config.phase_timeout_s, self.phase)
 
     async def move(self, event: PhaseEvent) -> None:
         """Through a barrier: the table says where to, the broker checks what is held."""
@@ -168,8 +169,9 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
         outcomes = await group.command(orders.generate([prompt.group for prompt in prompts], order),
                                            work.place(), on_samples=on_samples)
         _check_hashes(group.role, prompts, outcomes[0].value.prompt_hashes)
-        work.metrics["rollplex/rollout/prefill_s"] = outcomes[0].value.prefill_s
-        work.metrics["rollplex/rollout/decode_s"] = outcomes[0].value.decode_s
+        for name, seconds in (("prefill_s", outcomes[0].value.prefill_s), ("decode_s", outcomes[0].value.decode_s)):
+            # Replicas work side by side: the slowest one counts.
+            work.metrics[f"rollplex/rollout/{name}"] = max(work.metrics.get(f"rollplex/rollout/{name}", 0.0), seconds)
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
@@ -295,7 +297,7 @@ async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[Res
                       work.config.sampling.max_response_tokens)
     with work.timeline.span(Phase.SUFFIX, "suffix"):
         outcomes = await work.mesh.trainer.command(orders.train_suffix(batch, scale), work.place())
-    for name, value in outcomes[0].value.metrics.items():
+    for name, value in agreed_metrics([outcome.value for outcome in outcomes]).items():
         work.metrics[name] = work.metrics.get(name, 0.0) + value / batch_count
     await apply_update(work, index, last=index == batch_count - 1)
 

@@ -81,11 +81,11 @@ class TokenEngine(Protocol):
 
     layout_hash: str
 
-    def open(self, actor_slab: str) -> None:
-        """Chooses the slab that snapshots are bound from."""
+    def open(self, run: str) -> None:
+        """Chooses the run whose snapshots are bound, from the slabs of the engine's own devices."""
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
-        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode)."""
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode by device)."""
 
     def unbind(self) -> None:
         """Unmaps the snapshot and drops the lease. Idempotent."""
@@ -109,23 +109,21 @@ class RolloutEngine:
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens = tokens
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
-        if not actor_slab:
-            raise BadInput("rollout needs the name of the actor slab", reason="ACTOR_SLAB_MISSING")
         self._leave()
-        self._tokens.open(actor_slab)
+        self._tokens.open(run)
         self.open_run_name = run
-        return work.OpenRunResult(actor_slab=actor_slab, snapshot=snapshot)
+        return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
         """Raises WrongState when no run is open or the slab holds another snapshot."""
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
-        bound, inode = self._tokens.bind(snapshot)
+        bound, inodes = self._tokens.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, bound, inode)
+        return work.BindResult(snapshot, bound, inodes)
 
     def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
                  snapshot: int, iteration: int) -> work.GenerateResult:

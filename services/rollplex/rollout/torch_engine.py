@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded, InternalError
+from rollplex.core.ids import actor_slab
 from rollplex.core.residency import Residency
 from rollplex.core.topology import device_name
 from rollplex.engine.actor import ActorMapping
@@ -42,12 +43,12 @@ class TorchEngine:
         self._report = ResidencyReport(session, self._arena)
         self._reported_bytes = 0
 
-    def open(self, actor_slab: str) -> None:
-        self._actor.open(actor_slab)
+    def open(self, run: str) -> None:
+        self._actor.open(actor_slab(run, self._actor.device))
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
         inode = self._actor.bind(snapshot)
-        return self._bound_parameters(), inode
+        return self._bound_parameters(), {self._actor.device: inode}
 
     def unbind(self) -> None:
         self._actor.unbind()

@@ -68,8 +68,8 @@ class TrainerEngine:
         self.communicator = communicator
         communicator.use_group = model.use_group
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Loads the checkpoint into new slabs, or with `attach` takes up those of an earlier process as they are. The actor's
         name follows from run and device.
 
@@ -104,7 +104,7 @@ class TrainerEngine:
         if self._check_hashes:
             with self.communicator.together(Phase.UPDATE, "bind_snapshot"):
                 check_replicas(self._model.layout, self.communicator.all_gather(manifest_hashes(self._actor.own.views())))
-        return work.BindResult(snapshot, len(self._model.layout.tensors), inode)
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {self._actor.device: inode})
 
     def require(self, run: str, snapshot: int | None = None) -> None:
         """Raises WrongState unless this run is open and, if given, this snapshot bound."""

@@ -30,18 +30,20 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
     init_tensor_parallel(0, 1): ranks meet when they join an epoch."""
     section, checkpoint, driver = config.trainer, config.model.checkpoint, HostDriver()
-    size = section.tensor_parallel_size
+    topology = config.mesh.topology
+    size = topology.train_tp
     torch.set_num_threads(section.threads)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    layout = ActorLayout.build(model_config, section.rollout_tensor_parallel_size, config.model.dtype, size)
+    layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), layout=layout,
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
                                     role="trainer", driver=driver)
     reader = PromptReader(session, driver, processor, model_config)
     actor = ActorSlabs(session, driver, layout, rank)
-    communicator = Communicator("trainer", rank, size, config.rendezvous, timeout_s=section.collective_timeout_s)
+    communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
+                                timeout_s=config.mesh.collective_timeout_s)
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
                          check_hashes=section.check_hashes)
@@ -49,9 +51,9 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:
     """Blocks until SIGTERM."""
-    name, size = f"trainer-{rank}", config.trainer.tensor_parallel_size
+    name, size = f"trainer-{rank}", config.mesh.train_tensor_parallel
     if not 0 <= rank < size:
-        raise BadInput(f"rank {rank} of {size}: [trainer] tensor_parallel_size says how many there are")
+        raise BadInput(f"rank {rank} of {size}: [mesh] train_tensor_parallel says how many there are")
     configure_logging(name)
     init_tensor_parallel(0, 1)
     try:

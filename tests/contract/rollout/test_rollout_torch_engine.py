@@ -60,8 +60,8 @@ def test_the_process_serves_and_drains(mesh, tmp_path):
         client = EngineClient(address)
         assert client.joined.role == "rollout"
         assert client.joined.pid == process.pid
-        client.open_run(mesh.actor.slab)
-        assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inode
+        client.open_run()
+        assert client.bind(mesh.actor.snapshot).inodes == {"host:0": mesh.actor.inode}
         client.quiesce()
         client.channel.close()
         process.terminate()

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 def ranks(mesh, run, tmp_path):
     """ranks(train_tp, rollout_tp, dtype): a group of trainer processes until the end of the context."""
     def start(train_tp: int, rollout_tp: int, dtype: str = "float32", **fields):
-        trainer = replace(mesh.config.trainer, tensor_parallel_size=train_tp, rollout_tensor_parallel_size=rollout_tp,
-                          check_hashes=True, **fields)
-        whole = replace(mesh.config, trainer=trainer, model=replace(mesh.config.model, dtype=dtype))
+        section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp, **fields)
+        whole = replace(mesh.config, mesh=section, model=replace(mesh.config.model, dtype=dtype),
+                        trainer=replace(mesh.config.trainer, check_hashes=True))
         return trainer_ranks(whole, mesh.session, f"{run}-{train_tp}", tmp_path)
 
     return start
