@@ -101,9 +101,17 @@ class EngineClient:
     def __init__(self, address: str) -> None:
         self.channel = sync_channel(address)
         self.phase = phase_grpc.PhaseServiceStub(self.channel)
-        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=10, wait_for_ready=True)
-        self._epoch, self._sequence = next(self._epochs), 0
-        self.phase.Join(phase_pb.JoinRequest(epoch=self._epoch), timeout=10)
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=90, wait_for_ready=True)
+        self.join(self.new_epoch())
+
+    @classmethod
+    def new_epoch(cls) -> int:
+        return next(cls._epochs)
+
+    def join(self, epoch: int) -> None:
+        """Ranks of one group join the same epoch."""
+        self._epoch, self._sequence = epoch, 0
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=epoch), timeout=10, wait_for_ready=True)
 
     def start(self, method: Callable, message: type, *, snapshot: int = 0, iteration: int = 0, timeout_s: float = 60,
               **fields: Any) -> str:
@@ -157,7 +165,7 @@ class Actor:
         self.slab = ids.actor_slab(RUN, device_name(0))
         session.create(self.slab, object_class="actor_snapshot", device=device_name(0), run=RUN,
                        size_bytes=self.layout.size_bytes)
-        self.mapping = ActorMapping(session, HostDriver(), self.layout)
+        self.mapping = ActorMapping(session, HostDriver(), self.layout, device_name(0))
         self.mapping.open(self.slab)
         self.inode = self.mapping.bind_for_update(None)
         self.views = self.layout.training_views(self.mapping.views())

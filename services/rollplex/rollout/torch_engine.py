@@ -9,6 +9,7 @@ from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded, InternalError
 from rollplex.core.ids import actor_slab
 from rollplex.core.residency import Residency
+from rollplex.core.topology import device_name
 from rollplex.engine.actor import ActorMapping
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.engine.prompts import PromptReader
@@ -36,7 +37,7 @@ class TorchEngine:
         layout = ActorLayout.build(config, 1, dtype)
         self.layout_hash = layout_hash(config, layout)
         self._session, self._config, self._reader, self._max_rows = session, config, reader, max_rows
-        self._actor = ActorMapping(session, driver, layout)
+        self._actor = ActorMapping(session, driver, layout, device_name(0))
         self._decoder = GroupDecoder(config, layout, self._actor.views())
         self._arena = Arena("rollout", self._actor.device)
         self._report = ResidencyReport(session, self._arena)

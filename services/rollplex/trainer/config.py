@@ -16,6 +16,8 @@ class TrainerSection:
 
     threads: int = 1
     """CPU threads of a forward or backward pass. Another number may change a gradient in its last bits."""
+    check_hashes: bool = False
+    """After every publish, compare by hash what several devices hold, and before it, gradients that ranks share. Debugging."""
     logprob_chunk_tokens: int = 1024
     """Response tokens whose logits exist at once."""
     offload_pool_bytes: int = 1 << 30

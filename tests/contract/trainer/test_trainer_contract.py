@@ -42,7 +42,7 @@ def test_parameters_are_the_slab_that_a_reader_maps(serve, groups):
     with serve() as (client, engine):
         client.open(config())
         client.bind(0)
-        base = engine._actor.address
+        base = engine._actor.own.address
         whole = client.actor_bytes(0)
         for name, place in engine._model.layout.training_placements("").items():
             parameter = engine._model.parameters_by_name()[name]
