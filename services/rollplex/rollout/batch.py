@@ -13,7 +13,6 @@ import torch
 
 from rollplex.core.work import FinishedSample
 from rollplex.model import GroupDecoder, PromptInputs
-from rollplex.rollout.compaction import keep_groups
 from rollplex.rollout.engine import SeededGroup
 from rollplex.rollout.sampling import TokenSampler
 
@@ -85,7 +84,7 @@ class Batch:
             self.row_count = 0
             self.release()
             return
-        rows = keep_groups(self.state, kept.tolist()).numpy()
+        rows = self.state.keep_groups(kept.tolist()).numpy()
         new_number = np.cumsum(kept) - 1
         self._groups = [group for group, keep in zip(self._groups, kept) if keep]
         self._group_of_B = new_number[self._group_of_B[rows]]
