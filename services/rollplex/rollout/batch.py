@@ -14,14 +14,15 @@ import torch
 from rollplex.core.work import FinishedSample
 from rollplex.model import GroupDecoder, PromptInputs
 from rollplex.rollout.engine import SeededGroup
+from rollplex.rollout.replica import ReplicaDecoder
 from rollplex.rollout.sampling import TokenSampler
 
 
 class Batch:
     """`step` until `row_count` is 0; finished rows are padded until the last sample of their group has finished."""
 
-    def __init__(self, decoder: GroupDecoder, sampler: TokenSampler, eos_token_ids: Sequence[int], pad_token_id: int,
-                 members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
+    def __init__(self, decoder: GroupDecoder | ReplicaDecoder, sampler: TokenSampler, eos_token_ids: Sequence[int],
+                 pad_token_id: int, members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
         """`inputs` are read while the prompts are prefilled, one at a time."""
         self._decoder, self._sampler = decoder, sampler
         self._eos, self._pad = np.array(eos_token_ids, dtype=np.int64), pad_token_id
