@@ -20,6 +20,7 @@ import torch
 from rollplex.core import ids, work
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import RollplexError, Unavailable
+from rollplex.core.topology import device_name
 from rollplex.engine.actor import ActorMapping
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
@@ -130,8 +131,8 @@ class EngineClient:
                 outcome.error = from_detail(event.failure)
         return outcome
 
-    def open_run(self, actor_slab: str = "") -> work.OpenRunResult:
-        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest, actor_slab=actor_slab)
+    def open_run(self) -> work.OpenRunResult:
+        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest)
         return self.watch(command).value("open_run", work.OpenRunResult)
 
     def bind(self, snapshot: int) -> work.BindResult:
@@ -153,8 +154,9 @@ class Actor:
         config = read_model_config(checkpoint)
         self.session, self.snapshot = session, 0
         self.layout = ActorLayout.build(config, 1, dtype)
-        self.slab = ids.actor_slab(RUN, "host")
-        session.create(self.slab, object_class="actor_snapshot", size_bytes=self.layout.size_bytes, run=RUN)
+        self.slab = ids.actor_slab(RUN, device_name(0))
+        session.create(self.slab, object_class="actor_snapshot", device=device_name(0), run=RUN,
+                       size_bytes=self.layout.size_bytes)
         self.mapping = ActorMapping(session, HostDriver(), self.layout)
         self.mapping.open(self.slab)
         self.inode = self.mapping.bind_for_update(None)

@@ -60,14 +60,15 @@ class Stub:
             self.hooks[name](context)
         context.check()
 
-    def open_run(self, context, run, snapshot, config: RunConfig, slab, attach) -> work.OpenRunResult:
+    def open_run(self, context, run, snapshot, config: RunConfig, attach) -> work.OpenRunResult:
         self._enter("attach" if attach else "open_run", context)
         self.open_run_name = run
+        slab = ""
         if self.role == "trainer" and not attach:
             self.session = self.session or BrokerSession.connect(
                 self.mesh.address("broker"), self.mesh.handle_socket, process="trainer-0", role="trainer")
-            slab = actor_slab(run, "host")
-            self.session.create(slab, object_class="actor_snapshot", size_bytes=ACTOR_BYTES, run=run)
+            slab = actor_slab(run, "host:0")
+            self.session.create(slab, object_class="actor_snapshot", device="host:0", size_bytes=ACTOR_BYTES, run=run)
         return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
 
     def bind_snapshot(self, context, snapshot) -> work.BindResult:

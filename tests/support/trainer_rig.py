@@ -65,7 +65,7 @@ class TrainerClient(EngineClient):
     def __init__(self, address: str, session: BrokerSession, run: str) -> None:
         super().__init__(address)
         self.trainer = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
-        self.session, self.run, self.slab = session, run, ids.actor_slab(run, "host")
+        self.session, self.run, self.slab = session, run, ids.actor_slab(run, "host:0")
 
     def start(self, method, message, *, snapshot=0, iteration=0, timeout_s=60.0, **fields) -> str:
         self._sequence += 1
@@ -81,8 +81,7 @@ class TrainerClient(EngineClient):
     def open(self, run_config: RunConfig, *, attach: bool = False, snapshot: int = -1) -> work.OpenRunResult:
         """A new run is registered as snapshot 0, as the coordinator does."""
         command = self.start(self.phase.StartOpenRun, phase_service_pb2.StartOpenRunRequest, snapshot=snapshot,
-                             run_config_json=json.dumps(to_plain(run_config)), attach=attach,
-                             actor_slab=self.slab if attach else "")
+                             run_config_json=json.dumps(to_plain(run_config)), attach=attach)
         result = self.watch(command).value("open_run", work.OpenRunResult)
         if not attach:
             self.session.register_snapshot(self.run, [result.actor_slab], 0)

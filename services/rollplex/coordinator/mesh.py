@@ -13,7 +13,9 @@ from rollplex.coordinator.peers import EngineGroup, Place
 from rollplex.coordinator.records import Run
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
+from rollplex.core.ids import actor_slab
 from rollplex.core.phases import Phase
+from rollplex.core.topology import device_name
 from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
@@ -68,12 +70,11 @@ class Mesh:
         self._check_same_layout(with_reference)
         place = Place(run.name, -1, -1, timeout_s)
         await self._leave_former_run(place)
-        opened = await self.trainer.command(orders.open_run(run.config_json, "", attach=False), place)
-        run.actor_slab, run.snapshot = opened[0].value.actor_slab, opened[0].value.snapshot
-        slabs = sorted({outcome.value.actor_slab for outcome in opened})
-        await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+        opened = await self.trainer.command(orders.open_run(run.config_json, attach=False), place)
+        run.snapshot = opened[0].value.snapshot
+        await self._register_snapshot(run)
         await asyncio.gather(*(
-            group.command(orders.open_run(run.config_json, run.actor_slab, attach=False), place)
+            group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
         await self.bind(run, timeout_s, with_reference)
 
@@ -90,7 +91,7 @@ class Mesh:
         for group in groups:
             await group.ensure_joined()
         self._check_same_layout(with_reference)
-        await self.broker(lambda session: session.register_snapshot(run.name, [run.actor_slab], run.snapshot))
+        await self._register_snapshot(run)
         for group in groups:
             if any(state.open_run != run.name for state in group.states):
                 await self.attach(group, run, timeout_s)
@@ -98,9 +99,14 @@ class Mesh:
                     await self.drop_gradients(run, timeout_s)
         await self.bind(run, timeout_s, with_reference)
 
+    async def _register_snapshot(self, run: Run) -> None:
+        """Every device's slab is part of the actor: a snapshot is visible whole or not at all."""
+        slabs = [actor_slab(run.name, device_name(device)) for device in range(len(self.trainer.ranks))]
+        await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+
     async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:
         """Has a replaced group re-import the run's slabs."""
-        await group.command(orders.open_run(run.config_json, run.actor_slab, attach=True),
+        await group.command(orders.open_run(run.config_json, attach=True),
                            Place(run.name, -1, run.snapshot, timeout_s))
 
     async def drop_gradients(self, run: Run, timeout_s: float) -> None:

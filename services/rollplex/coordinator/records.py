@@ -43,7 +43,6 @@ class Run:
     """Updates done; the learning-rate schedule counts them."""
     prompts_consumed: int = 0
     """Prompts of all iterations so far: the ordinal of the next one."""
-    actor_slab: str = ""
     last_sequence: int = 0
 
 

@@ -61,3 +61,8 @@ class Topology:
 def device_name(index: int) -> str:
     """Name of a host device: one slab set."""
     return f"host:{index}"
+
+
+def is_host(device: str) -> bool:
+    """Whether the host driver serves it: plain host memory, or a host device."""
+    return device == "host" or device.startswith("host:") and device[5:].isdecimal()

@@ -6,6 +6,7 @@ import torch
 
 from rollplex.core.errors import WrongState
 from rollplex.core.leases import LeaseMode
+from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.driver import Driver
 from rollplex.memory.mapping import MappedSlab
@@ -15,7 +16,8 @@ from rollplex.model import ActorLayout
 class ActorMapping:
     """One device's actor slab. `bind` (or `bind_for_update`) and `unbind` are the pair; owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, device: str = "host") -> None:
+    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout,
+                 device: str = device_name(0)) -> None:
         self.layout, self.device = layout, device
         self.slab = ""
         """Name of the opened slab; empty before `open`."""

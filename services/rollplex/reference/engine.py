@@ -61,8 +61,8 @@ class ReferenceEngine:
         model.bind(weights.views())
         model.requires_grad_(False)
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
         self._weights.open()
         self._drop_boundaries()

@@ -116,8 +116,8 @@ class RolloutEngine:
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens = tokens
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
         self._leave()
         self._tokens.open(run)

@@ -46,8 +46,8 @@ class PhaseEngine(Protocol):
     bound_snapshot: int
     """-1 when none is bound."""
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult: ...
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult: ...
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult: ...
 
@@ -94,7 +94,7 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
         config = parse(RunConfig, json.loads(request.run_config_json or "{}"))
         header = request.header
         return self._host.start(header, lambda work_context: self._host.engine.open_run(
-            work_context, header.run, header.snapshot, config, request.actor_slab, request.attach))
+            work_context, header.run, header.snapshot, config, request.attach))
 
     async def StartBindSnapshot(self, request: phase_service_pb2.StartBindSnapshotRequest,
                                 context: aio.ServicerContext) -> types_pb2.StartResponse:

@@ -10,8 +10,7 @@ from pathlib import Path
 from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.core.ids import actor_slab as actor_slab_name
-from rollplex.core.ids import state_slab
+from rollplex.core.ids import actor_slab, state_slab
 from rollplex.engine import ActorMapping, PromptReader, layout_hash
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
@@ -62,8 +61,8 @@ class TrainerEngine:
         # The views keep their addresses for ever, so parameters are bound once; a bind only maps pages behind them.
         model.bind(self._views)
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Loads the checkpoint into new slabs, or with `attach` takes up those of an earlier process as they are.
 
         Raises BadInput for a bad checkpoint, NotFound when there is nothing to attach to, WrongState when it was laid out
@@ -71,7 +70,7 @@ class TrainerEngine:
         """
         self._close_run()
         layout = custody.plan_state(self._model, config.optimizer)
-        name = actor_slab or actor_slab_name(run, self._actor.device)
+        name = actor_slab(run, self._actor.device)
         if not attach:
             custody.delete_earlier(self._session, self.rank, self._actor.device)
             self._session.create(name, object_class="actor_snapshot", device=self._actor.device,

@@ -54,7 +54,7 @@ def rollout(request, mesh):
     engine = ENGINES[request.param](mesh.model, mesh.section)
     with served(mesh.loop, mesh.section, "rollout-0", engine, add_rollout) as client:
         client.engine = engine
-        client.open_run(mesh.actor.slab)
+        client.open_run()
         yield client
 
 

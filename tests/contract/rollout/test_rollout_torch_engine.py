@@ -60,7 +60,7 @@ def test_the_process_serves_and_drains(mesh, tmp_path):
         client = EngineClient(address)
         assert client.joined.role == "rollout"
         assert client.joined.pid == process.pid
-        client.open_run(mesh.actor.slab)
+        client.open_run()
         assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inode
         client.quiesce()
         client.channel.close()

@@ -57,7 +57,7 @@ def test_ways_of_computing_agree_on_media_prompts(serve, groups, fields):
     found = []
     with serve() as (client, engine):
         for index, run_config in enumerate((config(), config(**fields))):
-            client.run, client.slab = f"{client.run}-{index}", f"runs/{client.run}-{index}/actor/host"
+            client.run, client.slab = f"{client.run}-{index}", f"runs/{client.run}-{index}/actor/host:0"
             client.open(run_config)
             client.bind(0)
             client.materialize(groups, 0)
@@ -146,7 +146,7 @@ def test_a_new_run_frees_the_slabs_of_the_one_before(serve, mesh, run):
         client.open(config())
         first = {slab.name for slab in mesh.session.list_slabs(f"runs/{run}/")}
         assert len(first) == 4
-        client.run, client.slab = f"{run}-next", f"runs/{run}-next/actor/host"
+        client.run, client.slab = f"{run}-next", f"runs/{run}-next/actor/host:0"
         client.open(config())
         assert not mesh.session.list_slabs(f"runs/{run}/")
 

@@ -23,7 +23,7 @@ def session(config):
     size = ActorLayout.build(config, 1, "float32").size_bytes
     for name, size_bytes in (("actor", size), ("other", size), ("small", 4096)):
         fd = sealed_memfd(name, size_bytes)
-        session.add(name, fd, size_bytes)
+        session.add(name, fd, size_bytes, "host:0")
         os.close(fd)
     yield session
     session.close()

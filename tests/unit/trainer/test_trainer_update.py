@@ -14,7 +14,7 @@ from rollplex.trainer.gradients import _counts_here
 from rollplex.trainer.optimizer_state import OptimizerState
 from rollplex.trainer.update import StreamedUpdate, adamw_
 
-ACTOR = actor_slab("run", "host")
+ACTOR = actor_slab("run", "host:0")
 
 
 def order(step: int, **changes) -> UpdateOrder:
@@ -23,7 +23,7 @@ def order(step: int, **changes) -> UpdateOrder:
 
 
 def open_run(engine, config):
-    engine.open_run(QUIET, "run", -1, config, "", False)
+    engine.open_run(QUIET, "run", -1, config, False)
     engine.bind_snapshot(QUIET, 0)
     return engine
 
@@ -184,7 +184,7 @@ def test_crash_at_every_point_of_every_chunk(build_engine, restart):
                     engine.apply_update(QUIET, order(2))
                 if restart:
                     engine = build_engine(broker, torch.float32)
-                    engine.open_run(QUIET, "run", 1, config, ACTOR, True)
+                    engine.open_run(QUIET, "run", 1, config, True)
                 return engine
 
             _, *found = second_update(crash)
@@ -218,8 +218,8 @@ def test_attach_refuses_another_layout(build_engine):
     open_run(build_engine(broker), run_config())
     engine = build_engine(broker)
     with pytest.raises(WrongState, match="laid out"):
-        engine.open_run(QUIET, "run", 0, run_config(optimizer={"vision_learning_rate": 0}), ACTOR, True)
-    engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+        engine.open_run(QUIET, "run", 0, run_config(optimizer={"vision_learning_rate": 0}), True)
+    engine.open_run(QUIET, "run", 0, run_config(), True)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

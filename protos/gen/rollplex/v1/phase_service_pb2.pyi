@@ -36,16 +36,14 @@ class JoinResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., open_run: _Optional[str] = ..., bound_snapshot: _Optional[int] = ..., pid: _Optional[int] = ..., layout_hash: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
 
 class StartOpenRunRequest(_message.Message):
-    __slots__ = ("header", "run_config_json", "actor_slab", "attach")
+    __slots__ = ("header", "run_config_json", "attach")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     RUN_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
-    ACTOR_SLAB_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.CommandHeader
     run_config_json: str
-    actor_slab: str
     attach: bool
-    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., run_config_json: _Optional[str] = ..., actor_slab: _Optional[str] = ..., attach: bool = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., run_config_json: _Optional[str] = ..., attach: bool = ...) -> None: ...
 
 class StartBindSnapshotRequest(_message.Message):
     __slots__ = ("header",)
