@@ -22,6 +22,7 @@ from rollplex.model.decode_state import DecodeState, Lot, make_lots
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout
 from rollplex.model.network import VisionLanguageModel
+from rollplex.model.parallel import tensor_parallel_group
 from rollplex.model.prefix import prefix_forward
 from rollplex.model.rotary import Rope, rms_norm, rotate
 
@@ -47,14 +48,15 @@ class GroupDecoder:
         self.head = self.embedding if config.tie_word_embeddings else rollout_views["language_model.lm_head.weight"]
         self.norm = rollout_views["language_model.model.norm.weight"]
         self.layers = [_layer_weights(rollout_views, index) for index in range(config.layer_count)]
-        self.prefill = VisionLanguageModel(config, self.embedding.dtype, self.embedding.device)
-        tp = self.prefill.tp_size
+        group = tensor_parallel_group()
+        tp = group.size()
         if layout.tp != tp:
             raise BadInput(f"a layout of tensor-parallel size {layout.tp} in a group of {tp}", reason="BAD_BINDING")
-        self.prefill.bind(layout.training_views(rollout_views))
+        self.prefill = VisionLanguageModel(config, self.embedding.dtype, self.embedding.device, layout=layout, group=group)
+        self.prefill.bind(layout.segment_views(rollout_views))
         self.prefill.requires_grad_(False)
         self.head_count, self.kv_head_count = config.head_count // tp, max(1, config.kv_head_count // tp)
-        self._ranks = self.prefill.group if tp > 1 else None
+        self._ranks = group if tp > 1 else None
 
     @torch.inference_mode()
     def start(self, groups: Iterable[tuple[PromptInputs, int]], max_new_tokens: int) -> DecodeState:

@@ -42,7 +42,7 @@ def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
     """One rank's part, also of a worker."""
     torch.set_num_threads(config.rollout.threads)
     model, driver = read_model_config(config.model.checkpoint), HostDriver()
-    layout = ActorLayout.build(model, config.topology.rollout_tp, config.model.dtype)
+    layout = ActorLayout.build(model, config.topology.rollout_tp, config.model.dtype, config.topology.train_tp)
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket,
                                     process=process_name(replica, rank), role="rollout", driver=driver)
     return RankShard(session, driver, model, layout, config.devices(replica)[rank])

@@ -209,7 +209,7 @@ def test_parameters_are_the_slabs_bytes(mesh, bound):
     result = bound.bind(mesh.actor.snapshot)
     assert result.bound_parameters == len(mesh.actor.layout.tensors)
     assert result.slab_inode == mesh.actor.inode
-    assert ledger_bytes(mesh.session, "actor_snapshot") == mesh.actor.layout.size_bytes
+    assert ledger_bytes(mesh.session, "actor_snapshot") == mesh.actor.topology.device_count * mesh.actor.layout.size_bytes
 
 
 def test_a_publish_changes_greedy_output_without_a_reload(mesh, bound):
