@@ -6,6 +6,7 @@ With one rank there is no worker: the decoder is that of the only shard.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from rollplex.rollout.engine import ReplicaBroken
 from rollplex.rollout.prompt_frames import pack_prompt
 from rollplex.rollout.shard import RankShard
 from rollplex.rollout.workers import Workers
+
+log = logging.getLogger(__name__)
 
 
 class Replica:
@@ -37,27 +40,23 @@ class Replica:
         return self.shard.decoder if self.tensor_parallel_size == 1 else ReplicaDecoder(self.shard.decoder, self._workers)
 
     def open(self, run: str) -> None:
+        """Workers hear of it at the next bind."""
         self._run = run
-        self._restore()
         self.shard.open(run)
-        self._workers.ask({"op": "open", "run": run}, "open_run")
 
     def bind(self, snapshot: int) -> tuple[int, int]:
-        """Every rank, or none: (parameters bound here, inode here). Makes a lost rank anew.
+        """Every rank, or none: (parameters bound here, inode here). Makes the group anew when a rank is lost.
 
         Raises WrongState when the snapshot is not to be had, with what was bound before still bound; ReplicaBroken, and nothing
         is bound, when only a worker was refused.
         """
-        if not self._workers.whole:
-            self.open(self._run)
-        own = self.shard.bind(snapshot)
-        answers = self._workers.ask({"op": "bind", "snapshot": snapshot}, "bind_snapshot")
-        for rank, answer in enumerate(answers, start=1):
-            if isinstance(answer, RollplexError):
-                self.unbind()
-                raise ReplicaBroken(f"rank {rank} cannot bind snapshot {snapshot}, which rank 0 has: {answer}",
-                                    reason="REPLICA_SPLIT", rank=rank) from answer
-        return own
+        if self._workers.whole:
+            try:
+                return self._bind(snapshot)
+            except ReplicaBroken as error:
+                log.warning("%s; the ranks start again", error)
+        self._restart()
+        return self._bind(snapshot)
 
     def unbind(self) -> None:
         """A worker that is gone has left its slab too."""
@@ -76,13 +75,22 @@ class Replica:
         self._workers.stop()
         self.shard.close()
 
-    def _restore(self) -> None:
-        if not self._workers.whole:
-            self._workers.kill()
-            self.shard.unbind()
-            self._workers.start()
-            destroy_tensor_parallel()
-            self._meet()
+    def _bind(self, snapshot: int) -> tuple[int, int]:
+        own = self.shard.bind(snapshot)
+        answers = self._workers.ask({"op": "bind", "run": self._run, "snapshot": snapshot}, "bind_snapshot")
+        for rank, answer in enumerate(answers, start=1):
+            if isinstance(answer, RollplexError):
+                self.unbind()
+                raise ReplicaBroken(f"rank {rank} cannot bind snapshot {snapshot}, which rank 0 has: {answer}",
+                                    reason="REPLICA_SPLIT", rank=rank) from answer
+        return own
+
+    def _restart(self) -> None:
+        self._workers.kill()
+        self.shard.unbind()
+        self._workers.start()
+        destroy_tensor_parallel()
+        self._meet()
 
     def _meet(self) -> None:
         size = self.tensor_parallel_size

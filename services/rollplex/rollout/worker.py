@@ -34,9 +34,8 @@ class Worker:
     def __init__(self, sock: socket.socket, config: RolloutConfig, rank: int, shard: RankShard) -> None:
         self._socket, self._config, self._rank, self._shard = sock, config, rank, shard
         self._states: dict[int, DecodeState] = {}
-        self._operations = {"join": self.join, "open": self.open, "bind": self.bind, "unbind": self.unbind,
-                            "start": self.start, "step": self.step, "keep": self.keep, "release": self.release,
-                            "drop": self.drop}
+        self._operations = {"join": self.join, "bind": self.bind, "unbind": self.unbind, "start": self.start,
+                            "step": self.step, "keep": self.keep, "release": self.release, "drop": self.drop}
 
     def serve(self) -> None:
         """Until the leader says stop, or is gone."""
@@ -56,12 +55,9 @@ class Worker:
                              timeout_s=self._config.rollout.collective_timeout_s)
         self._shard.join()
 
-    def open(self, run: str) -> None:
-        self._shard.open(run)
-        self._answer({})
-
-    def bind(self, snapshot: int) -> None:
+    def bind(self, run: str, snapshot: int) -> None:
         try:
+            self._shard.open(run)
             bound, inode = self._shard.bind(snapshot)
         except RollplexError as error:
             self._answer(error_frame(error))

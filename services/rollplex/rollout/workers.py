@@ -174,15 +174,13 @@ class Workers:
         """Reads up to the worker's end, or until the deadline."""
         poller = select.poll()
         poller.register(worker.socket.fileno(), select.POLLIN)
-        with contextlib.suppress(OSError):
-            while worker.process.poll() is None or poller.poll(0):
-                left_s = deadline - time.monotonic()
-                if not poller.poll(max(0, left_s * 1000)):
-                    return
+        # A reset: it ended before it had read what we sent.
+        with contextlib.suppress(ConnectionResetError):
+            while poller.poll(max(0, deadline - time.monotonic()) * 1000):
                 frame = recv_frame(worker.socket)
                 if frame is None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        worker.process.wait(max(0.1, deadline - time.monotonic()))
-                    return
+                    break
                 if "fatal" in frame[0]:
                     worker.last_words = frame[0]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(max(0.1, deadline - time.monotonic()))
