@@ -102,9 +102,17 @@ class EngineClient:
     def __init__(self, address: str) -> None:
         self.channel = sync_channel(address)
         self.phase = phase_grpc.PhaseServiceStub(self.channel)
-        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=10, wait_for_ready=True)
-        self._epoch, self._sequence = next(self._epochs), 0
-        self.phase.Join(phase_pb.JoinRequest(epoch=self._epoch), timeout=10)
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=90, wait_for_ready=True)
+        self.join(self.new_epoch())
+
+    @classmethod
+    def new_epoch(cls) -> int:
+        return next(cls._epochs)
+
+    def join(self, epoch: int) -> None:
+        """Ranks of one group join the same epoch."""
+        self._epoch, self._sequence = epoch, 0
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=epoch), timeout=10, wait_for_ready=True)
 
     def start(self, method: Callable, message: type, *, snapshot: int = 0, iteration: int = 0, timeout_s: float = 60,
               **fields: Any) -> str:
@@ -172,8 +180,9 @@ class Actor:
             self.mappings[-1].open(slab)
         self.inodes = [mapping.bind_for_update(None) for mapping in self.mappings]
         self._write()
-        self.devices = self.topology.replica_devices(replica)
-        self.slab, self.inode = self.slabs[self.devices[0]], self.inodes[self.devices[0]]
+        devices = self.topology.replica_devices(replica)
+        self.slab, self.inode = self.slabs[devices[0]], self.inodes[devices[0]]
+        self.inodes_of_replica = {device_name(device): self.inodes[device] for device in devices}
         session.register_snapshot(RUN, self.slabs, 0)
 
     def publish(self, change: Callable[[dict[str, torch.Tensor]], None]) -> int:

@@ -16,8 +16,7 @@ def replica_process(mesh: Any, topology: Topology, replica: int, *options: str
                     ) -> AbstractContextManager[tuple[EngineClient, subprocess.Popen]]:
     """`python -m rollplex.rollout --replica R`, the leader of the replica's ranks."""
     settings = {"model.checkpoint": mesh.checkpoint, "rollout.max_rows": 12,
-                "rollout.tensor_parallel_size": topology.rollout_tp,
-                "rollout.train_tensor_parallel_size": topology.train_tp}
+                "mesh.rollout_tensor_parallel": topology.rollout_tp, "mesh.train_tensor_parallel": topology.train_tp}
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     return engine_process(mesh.section, "rollplex.rollout", f"rollout-{replica}", "--replica", str(replica), *arguments, *options)
 

@@ -6,7 +6,6 @@ import torch
 
 from rollplex.core.errors import WrongState
 from rollplex.core.leases import LeaseMode
-from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.driver import Driver
 from rollplex.memory.mapping import MappedSlab
@@ -16,8 +15,8 @@ from rollplex.model import ActorLayout
 class ActorMapping:
     """One device's actor slab. `bind` (or `bind_for_update`) and `unbind` are the pair; owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout,
-                 device: str = device_name(0)) -> None:
+    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, device: str) -> None:
+        """`device`: core.topology.device_name of the device whose slab this engine maps."""
         self.layout, self.device = layout, device
         self.slab = ""
         """Name of the opened slab; empty before `open`."""

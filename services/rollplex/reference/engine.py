@@ -70,10 +70,10 @@ class ReferenceEngine:
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
-        """Notes the number: the reference reads no snapshot. The inode is the frozen weights' own."""
+        """Notes the number: the reference reads no snapshot. The inode is that of its frozen weights."""
         self._check_open()
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, len(self._model.layout.tensors), self._weights.inode)
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {"host": self._weights.inode})
 
     @torch.inference_mode()
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:

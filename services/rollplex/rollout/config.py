@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.entry import load_sections
-from rollplex.core.topology import Topology, device_name
 
 ENGINES = ("torch",)
 
@@ -24,12 +23,6 @@ class RolloutSection:
     max_rows: int = 256
     """Samples decoded at once; a group is never split, so a single larger group still runs. Ignored in deterministic
     mode, which decodes one group at a time."""
-    tensor_parallel_size: int = 1
-    """Ranks of a replica; the leader, `python -m rollplex.rollout`, spawns the others."""
-    train_tensor_parallel_size: int = 1
-    """The trainer's; with the one above it decides which devices a replica is on."""
-    collective_timeout_s: float = 60.0
-    """Deadline of every collective between a replica's ranks, and of every answer of a worker."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -37,8 +30,6 @@ class RolloutSection:
         for name in ("threads", "max_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.collective_timeout_s > 0:
-            raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +39,6 @@ class RolloutConfig:
     model: ModelSection
     mesh: MeshSection
     rollout: RolloutSection = field(default_factory=RolloutSection)
-
-    def __post_init__(self) -> None:
-        self.topology  # noqa: B018 - refuses degrees that do not nest
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.rollout.train_tensor_parallel_size, self.rollout.tensor_parallel_size)
-
-    def devices(self, replica: int) -> tuple[str, ...]:
-        """Of the replica's ranks, by rank."""
-        return tuple(map(device_name, self.topology.replica_devices(replica)))
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RolloutConfig:

@@ -90,8 +90,8 @@ class TokenEngine(Protocol):
     def open(self, run: str) -> None:
         """Chooses the run whose snapshots are bound, from the slabs of the engine's own devices."""
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
-        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode)."""
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode by device)."""
 
     def unbind(self) -> None:
         """Unmaps the snapshot and drops the lease. Idempotent."""
@@ -129,9 +129,9 @@ class RolloutEngine:
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
         with self._left_when_broken():
-            bound, inode = self._tokens.bind(snapshot)
+            bound, inodes = self._tokens.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, bound, inode)
+        return work.BindResult(snapshot, bound, inodes)
 
     def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
                  snapshot: int, iteration: int) -> work.GenerateResult:

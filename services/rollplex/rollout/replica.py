@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
+from rollplex.core.config import MeshSection
 from rollplex.core.errors import RollplexError
 from rollplex.core.ids import new_id
 from rollplex.model import DecodeState, GroupDecoder, PromptInputs, destroy_tensor_parallel, init_tensor_parallel
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 class Replica:
     """The leader, rank 0. Owner thread only."""
 
-    def __init__(self, shard: RankShard, workers: Workers, tensor_parallel_size: int, runtime_dir: Path,
-                 timeout_s: float) -> None:
+    def __init__(self, shard: RankShard, workers: Workers, mesh: MeshSection, name: str) -> None:
         """`workers` have been started. With one rank this process has joined a group of one already."""
-        self.shard, self.tensor_parallel_size = shard, tensor_parallel_size
-        self._workers, self._runtime_dir, self._timeout_s = workers, runtime_dir, timeout_s
+        self.shard, self.tensor_parallel_size = shard, mesh.rollout_tensor_parallel
+        self._workers, self._timeout_s = workers, mesh.collective_timeout_s
+        self._rendezvous = mesh.rendezvous_dir / name
         self._run = ""
         self._meet()
 
@@ -44,8 +45,8 @@ class Replica:
         self._run = run
         self.shard.open(run)
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
-        """Every rank, or none: (parameters bound here, inode here). Makes the group anew when a rank is lost.
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        """Every rank, or none: (parameters bound on each, inodes by device). Makes the group anew when a rank is lost.
 
         Raises WrongState when the snapshot is not to be had, with what was bound before still bound; ReplicaBroken, and nothing
         is bound, when only a worker was refused.
@@ -75,15 +76,17 @@ class Replica:
         self._workers.stop()
         self.shard.close()
 
-    def _bind(self, snapshot: int) -> tuple[int, int]:
-        own = self.shard.bind(snapshot)
+    def _bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        bound, inode = self.shard.bind(snapshot)
+        inodes = {self.shard.device: inode}
         answers = self._workers.ask({"op": "bind", "run": self._run, "snapshot": snapshot}, "bind_snapshot")
         for rank, answer in enumerate(answers, start=1):
             if isinstance(answer, RollplexError):
                 self.unbind()
                 raise ReplicaBroken(f"rank {rank} cannot bind snapshot {snapshot}, which rank 0 has: {answer}",
                                     reason="REPLICA_SPLIT", rank=rank) from answer
-        return own
+            inodes[answer["device"]] = answer["inode"]
+        return bound, inodes
 
     def _restart(self) -> None:
         self._workers.kill()
@@ -95,7 +98,9 @@ class Replica:
     def _meet(self) -> None:
         size = self.tensor_parallel_size
         if size > 1:
-            path = self._runtime_dir / f"{new_id('rollout')}.store"
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+            self._rendezvous.mkdir(mode=0o700, parents=True)
+            path = self._rendezvous / new_id("store")
             self._workers.meet(f"file://{path}")
             with self._workers.together("start"):
                 init_tensor_parallel(0, size, store=f"file://{path}", timeout_s=self._timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
@@ -30,22 +31,23 @@ def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
         model = read_model_config(config.model.checkpoint)
         processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
         reader = PromptReader(shard.session, shard.session.driver, processor, model)
-        ranks = Replica(shard, workers, config.topology.rollout_tp, config.mesh.runtime_dir, config.rollout.collective_timeout_s)
+        ranks = Replica(shard, workers, config.mesh, process_name(replica, 0))
     except BaseException:
         workers.kill()
         raise
     tokens = TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows)
-    return RolloutEngine(tokens, config.topology.rollout_tp)
+    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel)
 
 
 def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
     """One rank's part, also of a worker."""
     torch.set_num_threads(config.rollout.threads)
     model, driver = read_model_config(config.model.checkpoint), HostDriver()
-    layout = ActorLayout.build(model, config.topology.rollout_tp, config.model.dtype, config.topology.train_tp)
+    topology = config.mesh.topology
+    layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket,
                                     process=process_name(replica, rank), role="rollout", driver=driver)
-    return RankShard(session, driver, model, layout, config.devices(replica)[rank])
+    return RankShard(session, driver, model, layout, device_name(topology.replica_devices(replica)[rank]))
 
 
 def serve_forever(config: RolloutConfig, replica: int) -> None:
@@ -54,7 +56,7 @@ def serve_forever(config: RolloutConfig, replica: int) -> None:
     configure_logging(name)
 
     def build() -> RolloutEngine:
-        if config.topology.rollout_tp == 1:
+        if config.mesh.rollout_tensor_parallel == 1:
             init_tensor_parallel(0, 1)
         return build_engine(config, replica)
 

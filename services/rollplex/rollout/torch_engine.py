@@ -27,7 +27,7 @@ class TorchEngine:
     def open(self, run: str) -> None:
         self._replica.open(run)
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
         return self._replica.bind(snapshot)
 
     def unbind(self) -> None:

@@ -51,18 +51,18 @@ class Worker:
     def join(self, store: str) -> None:
         from rollplex.model import init_tensor_parallel
 
-        init_tensor_parallel(self._rank, self._config.topology.rollout_tp, store=store,
-                             timeout_s=self._config.rollout.collective_timeout_s)
+        init_tensor_parallel(self._rank, self._config.mesh.topology.rollout_tp, store=store,
+                             timeout_s=self._config.mesh.collective_timeout_s)
         self._shard.join()
 
     def bind(self, run: str, snapshot: int) -> None:
         try:
             self._shard.open(run)
-            bound, inode = self._shard.bind(snapshot)
+            _, inode = self._shard.bind(snapshot)
         except RollplexError as error:
             self._answer(error_frame(error))
         else:
-            self._answer({"device": self._shard.device, "bound": bound, "inode": inode})
+            self._answer({"device": self._shard.device, "inode": inode})
 
     def unbind(self) -> None:
         self._shard.unbind()
@@ -130,10 +130,10 @@ def main() -> int:
     try:
         _run(sock, frame[0])
     except Exception as error:  # noqa: BLE001 - the leader is told, and this rank ends
-        # What torch.distributed raises when a peer has gone; the leader then looks for another culprit.
-        collective = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        from rollplex.engine.communicator import is_collective
+
         text = f"{type(error).__name__}: {error}"[:2048]
-        send_data(sock, encode({"fatal": text, "collective": collective}))
+        send_data(sock, encode({"fatal": text, "collective": is_collective(error)}))
         raise
     return 0
 

@@ -56,12 +56,12 @@ class Workers:
     @property
     def whole(self) -> bool:
         """Whether every rank is there and nothing has broken the group."""
-        count = self._config.topology.rollout_tp - 1
+        count = self._config.mesh.topology.rollout_tp - 1
         return len(self._workers) == count and all(worker.process.poll() is None for worker in self._workers)
 
     def start(self) -> None:
         """Spawns the processes; they load while the leader does."""
-        for rank in range(1, self._config.topology.rollout_tp):
+        for rank in range(1, self._config.mesh.topology.rollout_tp):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 command = [sys.executable, "-m", "rollplex.rollout.worker", str(theirs.fileno())]
@@ -88,7 +88,7 @@ class Workers:
         self.post(message, phase)
         answers: list[dict[str, Any] | RollplexError] = []
         for worker in self._workers:
-            frame = self._receive(worker, self._config.rollout.collective_timeout_s, phase)
+            frame = self._receive(worker, self._config.mesh.collective_timeout_s, phase)
             try:
                 raise_error_frame(frame)
                 answers.append(frame)
@@ -113,7 +113,7 @@ class Workers:
         rank, what = self._culprit(error)
         self.kill()
         name = process_name(self._replica, rank)
-        raise ReplicaBroken(f"{name} (rank {rank} of {self._config.topology.rollout_tp}) {what} during {phase}",
+        raise ReplicaBroken(f"{name} (rank {rank} of {self._config.mesh.topology.rollout_tp}) {what} during {phase}",
                             process=name, rank=rank, phase=phase) from error
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Workers:
         self._workers = []
 
     def _send(self, worker: Worker, data: bytes, fd: int | None, phase: str) -> None:
-        worker.socket.settimeout(self._config.rollout.collective_timeout_s)
+        worker.socket.settimeout(self._config.mesh.collective_timeout_s)
         try:
             send_data(worker.socket, data, fd)
         except OSError as error:

@@ -169,7 +169,7 @@ def test_bad_groups_are_refused(mesh, bound, changes):
 def test_parameters_are_the_slabs_bytes(mesh, bound):
     result = bound.bind(mesh.actor.snapshot)
     assert result.bound_parameters == len(mesh.actor.layout.tensors)
-    assert result.slab_inode == mesh.actor.inode
+    assert result.inodes == mesh.actor.inodes_of_replica
     assert ledger_bytes(mesh.session, "actor_snapshot") == mesh.actor.topology.device_count * mesh.actor.layout.size_bytes
 
 

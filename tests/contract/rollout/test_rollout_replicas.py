@@ -23,7 +23,7 @@ LONG = dataclasses.replace(SAMPLING, max_response_tokens=1500)
 @pytest.fixture(scope="module")
 def leader(mesh):
     """(client, process) of a replica of two ranks, its run open."""
-    with replica_process(mesh, Topology(2, 2), 0, "--set", "rollout.collective_timeout_s=4") as (client, process):
+    with replica_process(mesh, Topology(2, 2), 0, "--set", "mesh.collective_timeout_s=4") as (client, process):
         client.open_run()
         yield client, process
 
@@ -52,7 +52,7 @@ class TestRanks:
         client, process = leader
         (worker,) = children(process.pid)
         bound = client.bind(mesh.actor.snapshot)
-        assert bound.slab_inode == mesh.actor.inodes[0]
+        assert bound.inodes == {"host:0": mesh.actor.inodes[0], "host:1": mesh.actor.inodes[1]}
         for pid, own, other in ((process.pid, 0, 1), (worker, 1, 0)):
             assert [permissions for *_, permissions in mapped_ranges(mesh.actor.inodes[own], pid)] == ["r--s"]
             assert mapped_ranges(mesh.actor.inodes[other], pid) == []
@@ -114,7 +114,7 @@ def test_replicas_of_one_rank_share_the_snapshot_and_drain(mesh):
         for number, (client, process) in enumerate(replicas):
             assert (client.joined.role, client.joined.pid) == ("rollout", process.pid)
             client.open_run()
-            assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inodes[number]
+            assert client.bind(mesh.actor.snapshot).inodes == {f"host:{number}": mesh.actor.inodes[number]}
             found.append(tokens_of(generate(mesh, client, groups)))
             client.quiesce()
         assert found[0] == found[1]

@@ -42,7 +42,7 @@ class Tokens:
     def bind(self, snapshot):
         if snapshot > 5:
             raise WrongState("no such snapshot")
-        return 12, 99
+        return 12, {"host:0": 99}
 
     def unbind(self):
         self.log.append("unbind")
@@ -77,7 +77,7 @@ def test_states(engine):
     opened(engine)
     with pytest.raises(WrongState):
         engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
-    assert engine.bind_snapshot(Context(), 3) == work.BindResult(3, 12, 99)
+    assert engine.bind_snapshot(Context(), 3) == work.BindResult(3, 12, {"host:0": 99})
     with pytest.raises(WrongState):
         engine.bind_snapshot(Context(), 6)
     assert engine.bound_snapshot == 3

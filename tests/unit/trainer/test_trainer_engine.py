@@ -69,7 +69,7 @@ def test_attach_needs_a_run_that_was_loaded(build_engine, monkeypatch):
     with pytest.raises(NotFound):
         engine.open_run(QUIET, "run", 0, run_config(), True)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
-        patch.setattr("rollplex.trainer.custody.load_into", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        patch.setattr("rollplex.trainer.actor_slabs.load_into", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
         engine.open_run(QUIET, "run", -1, run_config(), False)
     with pytest.raises(WrongState, match="never finished"):
         engine.open_run(QUIET, "run", 0, run_config(), True)

@@ -10,7 +10,6 @@ from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import UpdateOrder
 from rollplex.model import Shard, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
-from rollplex.trainer.gradients import _counts_here
 from rollplex.trainer.optimizer_state import OptimizerState
 from rollplex.trainer.update import StreamedUpdate, adamw_
 
@@ -229,7 +228,7 @@ def test_every_piece_counts_once_in_the_norm(tp, shard):
     axis, pieces = shard
     pieces = min(pieces, tp)
     cut = Shard((8, 4), axis, pieces, tp)
-    counted = [rank for rank in range(tp) if _counts_here(cut, rank)]
+    counted = [rank for rank in range(tp) if cut.first_holder(rank)]
     assert [cut.piece_of(rank) for rank in counted] == list(range(pieces))
 
 

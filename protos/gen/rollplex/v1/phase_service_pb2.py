@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from rollplex.v1 import types_pb2 as rollplex_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollplex/v1/phase_service.proto\x12\x0brollplex.v1\x1a\x17rollplex/v1/types.proto\"\x1c\n\x0bJoinRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xc0\x01\n\x0cJoinResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x04 \x01(\x05\x12\x10\n\x08open_run\x18\x05 \x01(\t\x12\x16\n\x0e\x62ound_snapshot\x18\x06 \x01(\x03\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x13\n\x0blayout_hash\x18\x08 \x01(\t\x12\x15\n\rnext_sequence\x18\t \x01(\x03\"p\n\x13StartOpenRunRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12\x17\n\x0frun_config_json\x18\x02 \x01(\t\x12\x0e\n\x06\x61ttach\x18\x04 \x01(\x08J\x04\x08\x03\x10\x04\"F\n\x18StartBindSnapshotRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\"Y\n\x13StartQuiesceRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12\x16\n\x0eleave_snapshot\x18\x02 \x01(\x08\"?\n\x13WatchCommandRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_cursor\x18\x02 \x01(\x03\"\xe6\x01\n\x14WatchCommandResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12)\n\x08progress\x18\x02 \x01(\x0b\x32\x15.rollplex.v1.ProgressH\x00\x12/\n\x07samples\x18\x03 \x01(\x0b\x32\x1c.rollplex.v1.SamplesFinishedH\x00\x12,\n\x06result\x18\x04 \x01(\x0b\x32\x1a.rollplex.v1.CommandResultH\x00\x12+\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x18.rollplex.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"A\n\x08Progress\x12\x12\n\ndone_count\x18\x01 \x01(\x03\x12\x13\n\x0btotal_count\x18\x02 \x01(\x03\x12\x0c\n\x04unit\x18\x03 \x01(\t\"?\n\x0fSamplesFinished\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.rollplex.v1.FinishedSample\"\xad\x01\n\x0e\x46inishedSample\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\"\xfa\x03\n\rCommandResult\x12.\n\x08open_run\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.OpenRunResultH\x00\x12\'\n\x04\x62ind\x18\x02 \x01(\x0b\x32\x17.rollplex.v1.BindResultH\x00\x12-\n\x07quiesce\x18\x03 \x01(\x0b\x32\x1a.rollplex.v1.QuiesceResultH\x00\x12/\n\x08generate\x18\x04 \x01(\x0b\x32\x1b.rollplex.v1.GenerateResultH\x00\x12+\n\x06prefix\x18\x05 \x01(\x0b\x32\x19.rollplex.v1.PrefixResultH\x00\x12)\n\x05score\x18\x06 \x01(\x0b\x32\x18.rollplex.v1.ScoreResultH\x00\x12+\n\x06suffix\x18\x07 \x01(\x0b\x32\x19.rollplex.v1.SuffixResultH\x00\x12/\n\x08gradient\x18\x08 \x01(\x0b\x32\x1b.rollplex.v1.GradientResultH\x00\x12+\n\x06update\x18\t \x01(\x0b\x32\x19.rollplex.v1.UpdateResultH\x00\x12\x33\n\ncheckpoint\x18\n \x01(\x0b\x32\x1d.rollplex.v1.CheckpointResultH\x00\x12\x0e\n\x06work_s\x18\x0b \x01(\x01\x42\x08\n\x06result\"c\n\rOpenRunResult\x12\x12\n\nactor_slab\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tor_bytes\x18\x02 \x01(\x03\x12\x10\n\x08snapshot\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_count\x18\x04 \x01(\x03\"L\n\nBindResult\x12\x10\n\x08snapshot\x18\x01 \x01(\x03\x12\x18\n\x10\x62ound_parameters\x18\x02 \x01(\x03\x12\x12\n\nslab_inode\x18\x03 \x01(\x03\"\'\n\rQuiesceResult\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"|\n\x0eGenerateResult\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x03\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_hashes\x18\x05 \x03(\t\"R\n\x0cPrefixResult\x12\x15\n\rprompt_hashes\x18\x01 \x03(\t\x12\x16\n\x0e\x62oundary_bytes\x18\x02 \x01(\x03\x12\x13\n\x0bsaved_bytes\x18\x03 \x01(\x03\";\n\x0bScoreResult\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.rollplex.v1.SampleLogprobs\"h\n\x0eSampleLogprobs\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12+\n\x08logprobs\x18\x03 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\"w\n\x0cSuffixResult\x12\x37\n\x07metrics\x18\x01 \x03(\x0b\x32&.rollplex.v1.SuffixResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"3\n\x0eGradientResult\x12\x11\n\tgrad_norm\x18\x01 \x01(\x01\x12\x0e\n\x06\x66inite\x18\x02 \x01(\x08\"R\n\x0cUpdateResult\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x03\x12\x18\n\x10peak_state_bytes\x18\x03 \x01(\x03\"4\n\x10\x43heckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\")\n\x13\x41\x62ortCommandRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"(\n\x14\x41\x62ortCommandResponse\x12\x10\n\x08\x61\x62orting\x18\x01 \x01(\x08\x32\xeb\x03\n\x0cPhaseService\x12;\n\x04Join\x12\x18.rollplex.v1.JoinRequest\x1a\x19.rollplex.v1.JoinResponse\x12L\n\x0cStartOpenRun\x12 .rollplex.v1.StartOpenRunRequest\x1a\x1a.rollplex.v1.StartResponse\x12V\n\x11StartBindSnapshot\x12%.rollplex.v1.StartBindSnapshotRequest\x1a\x1a.rollplex.v1.StartResponse\x12L\n\x0cStartQuiesce\x12 .rollplex.v1.StartQuiesceRequest\x1a\x1a.rollplex.v1.StartResponse\x12U\n\x0cWatchCommand\x12 .rollplex.v1.WatchCommandRequest\x1a!.rollplex.v1.WatchCommandResponse0\x01\x12S\n\x0c\x41\x62ortCommand\x12 .rollplex.v1.AbortCommandRequest\x1a!.rollplex.v1.AbortCommandResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1frollplex/v1/phase_service.proto\x12\x0brollplex.v1\x1a\x17rollplex/v1/types.proto\"\x1c\n\x0bJoinRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xc0\x01\n\x0cJoinResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x1c\n\x14tensor_parallel_size\x18\x04 \x01(\x05\x12\x10\n\x08open_run\x18\x05 \x01(\t\x12\x16\n\x0e\x62ound_snapshot\x18\x06 \x01(\x03\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x13\n\x0blayout_hash\x18\x08 \x01(\t\x12\x15\n\rnext_sequence\x18\t \x01(\x03\"p\n\x13StartOpenRunRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12\x17\n\x0frun_config_json\x18\x02 \x01(\t\x12\x0e\n\x06\x61ttach\x18\x04 \x01(\x08J\x04\x08\x03\x10\x04\"F\n\x18StartBindSnapshotRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\"Y\n\x13StartQuiesceRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12\x16\n\x0eleave_snapshot\x18\x02 \x01(\x08\"?\n\x13WatchCommandRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_cursor\x18\x02 \x01(\x03\"\xe6\x01\n\x14WatchCommandResponse\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12)\n\x08progress\x18\x02 \x01(\x0b\x32\x15.rollplex.v1.ProgressH\x00\x12/\n\x07samples\x18\x03 \x01(\x0b\x32\x1c.rollplex.v1.SamplesFinishedH\x00\x12,\n\x06result\x18\x04 \x01(\x0b\x32\x1a.rollplex.v1.CommandResultH\x00\x12+\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x18.rollplex.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"A\n\x08Progress\x12\x12\n\ndone_count\x18\x01 \x01(\x03\x12\x13\n\x0btotal_count\x18\x02 \x01(\x03\x12\x0c\n\x04unit\x18\x03 \x01(\t\"?\n\x0fSamplesFinished\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.rollplex.v1.FinishedSample\"\xad\x01\n\x0e\x46inishedSample\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\"\xfa\x03\n\rCommandResult\x12.\n\x08open_run\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.OpenRunResultH\x00\x12\'\n\x04\x62ind\x18\x02 \x01(\x0b\x32\x17.rollplex.v1.BindResultH\x00\x12-\n\x07quiesce\x18\x03 \x01(\x0b\x32\x1a.rollplex.v1.QuiesceResultH\x00\x12/\n\x08generate\x18\x04 \x01(\x0b\x32\x1b.rollplex.v1.GenerateResultH\x00\x12+\n\x06prefix\x18\x05 \x01(\x0b\x32\x19.rollplex.v1.PrefixResultH\x00\x12)\n\x05score\x18\x06 \x01(\x0b\x32\x18.rollplex.v1.ScoreResultH\x00\x12+\n\x06suffix\x18\x07 \x01(\x0b\x32\x19.rollplex.v1.SuffixResultH\x00\x12/\n\x08gradient\x18\x08 \x01(\x0b\x32\x1b.rollplex.v1.GradientResultH\x00\x12+\n\x06update\x18\t \x01(\x0b\x32\x19.rollplex.v1.UpdateResultH\x00\x12\x33\n\ncheckpoint\x18\n \x01(\x0b\x32\x1d.rollplex.v1.CheckpointResultH\x00\x12\x0e\n\x06work_s\x18\x0b \x01(\x01\x42\x08\n\x06result\"c\n\rOpenRunResult\x12\x12\n\nactor_slab\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tor_bytes\x18\x02 \x01(\x03\x12\x10\n\x08snapshot\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_count\x18\x04 \x01(\x03\"\xa2\x01\n\nBindResult\x12\x10\n\x08snapshot\x18\x01 \x01(\x03\x12\x18\n\x10\x62ound_parameters\x18\x02 \x01(\x03\x12\x33\n\x06inodes\x18\x04 \x03(\x0b\x32#.rollplex.v1.BindResult.InodesEntry\x1a-\n\x0bInodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01J\x04\x08\x03\x10\x04\"\'\n\rQuiesceResult\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"|\n\x0eGenerateResult\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x03\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_hashes\x18\x05 \x03(\t\"R\n\x0cPrefixResult\x12\x15\n\rprompt_hashes\x18\x01 \x03(\t\x12\x16\n\x0e\x62oundary_bytes\x18\x02 \x01(\x03\x12\x13\n\x0bsaved_bytes\x18\x03 \x01(\x03\";\n\x0bScoreResult\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.rollplex.v1.SampleLogprobs\"h\n\x0eSampleLogprobs\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x03\x12\x14\n\x0csample_index\x18\x02 \x01(\x05\x12+\n\x08logprobs\x18\x03 \x01(\x0b\x32\x19.rollplex.v1.NumericArray\"w\n\x0cSuffixResult\x12\x37\n\x07metrics\x18\x01 \x03(\x0b\x32&.rollplex.v1.SuffixResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"3\n\x0eGradientResult\x12\x11\n\tgrad_norm\x18\x01 \x01(\x01\x12\x0e\n\x06\x66inite\x18\x02 \x01(\x08\"R\n\x0cUpdateResult\x12\x13\n\x0b\x63hunk_count\x18\x01 \x01(\x03\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x03\x12\x18\n\x10peak_state_bytes\x18\x03 \x01(\x03\"4\n\x10\x43heckpointResult\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\")\n\x13\x41\x62ortCommandRequest\x12\x12\n\ncommand_id\x18\x01 \x01(\t\"(\n\x14\x41\x62ortCommandResponse\x12\x10\n\x08\x61\x62orting\x18\x01 \x01(\x08\x32\xeb\x03\n\x0cPhaseService\x12;\n\x04Join\x12\x18.rollplex.v1.JoinRequest\x1a\x19.rollplex.v1.JoinResponse\x12L\n\x0cStartOpenRun\x12 .rollplex.v1.StartOpenRunRequest\x1a\x1a.rollplex.v1.StartResponse\x12V\n\x11StartBindSnapshot\x12%.rollplex.v1.StartBindSnapshotRequest\x1a\x1a.rollplex.v1.StartResponse\x12L\n\x0cStartQuiesce\x12 .rollplex.v1.StartQuiesceRequest\x1a\x1a.rollplex.v1.StartResponse\x12U\n\x0cWatchCommand\x12 .rollplex.v1.WatchCommandRequest\x1a!.rollplex.v1.WatchCommandResponse0\x01\x12S\n\x0c\x41\x62ortCommand\x12 .rollplex.v1.AbortCommandRequest\x1a!.rollplex.v1.AbortCommandResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollplex.v1.phase_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_BINDRESULT_INODESENTRY']._loaded_options = None
+  _globals['_BINDRESULT_INODESENTRY']._serialized_options = b'8\001'
   _globals['_SUFFIXRESULT_METRICSENTRY']._loaded_options = None
   _globals['_SUFFIXRESULT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_JOINREQUEST']._serialized_start=73
@@ -58,32 +60,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMANDRESULT']._serialized_end=1688
   _globals['_OPENRUNRESULT']._serialized_start=1690
   _globals['_OPENRUNRESULT']._serialized_end=1789
-  _globals['_BINDRESULT']._serialized_start=1791
-  _globals['_BINDRESULT']._serialized_end=1867
-  _globals['_QUIESCERESULT']._serialized_start=1869
-  _globals['_QUIESCERESULT']._serialized_end=1908
-  _globals['_GENERATERESULT']._serialized_start=1910
-  _globals['_GENERATERESULT']._serialized_end=2034
-  _globals['_PREFIXRESULT']._serialized_start=2036
-  _globals['_PREFIXRESULT']._serialized_end=2118
-  _globals['_SCORERESULT']._serialized_start=2120
-  _globals['_SCORERESULT']._serialized_end=2179
-  _globals['_SAMPLELOGPROBS']._serialized_start=2181
-  _globals['_SAMPLELOGPROBS']._serialized_end=2285
-  _globals['_SUFFIXRESULT']._serialized_start=2287
-  _globals['_SUFFIXRESULT']._serialized_end=2406
-  _globals['_SUFFIXRESULT_METRICSENTRY']._serialized_start=2360
-  _globals['_SUFFIXRESULT_METRICSENTRY']._serialized_end=2406
-  _globals['_GRADIENTRESULT']._serialized_start=2408
-  _globals['_GRADIENTRESULT']._serialized_end=2459
-  _globals['_UPDATERESULT']._serialized_start=2461
-  _globals['_UPDATERESULT']._serialized_end=2543
-  _globals['_CHECKPOINTRESULT']._serialized_start=2545
-  _globals['_CHECKPOINTRESULT']._serialized_end=2597
-  _globals['_ABORTCOMMANDREQUEST']._serialized_start=2599
-  _globals['_ABORTCOMMANDREQUEST']._serialized_end=2640
-  _globals['_ABORTCOMMANDRESPONSE']._serialized_start=2642
-  _globals['_ABORTCOMMANDRESPONSE']._serialized_end=2682
-  _globals['_PHASESERVICE']._serialized_start=2685
-  _globals['_PHASESERVICE']._serialized_end=3176
+  _globals['_BINDRESULT']._serialized_start=1792
+  _globals['_BINDRESULT']._serialized_end=1954
+  _globals['_BINDRESULT_INODESENTRY']._serialized_start=1903
+  _globals['_BINDRESULT_INODESENTRY']._serialized_end=1948
+  _globals['_QUIESCERESULT']._serialized_start=1956
+  _globals['_QUIESCERESULT']._serialized_end=1995
+  _globals['_GENERATERESULT']._serialized_start=1997
+  _globals['_GENERATERESULT']._serialized_end=2121
+  _globals['_PREFIXRESULT']._serialized_start=2123
+  _globals['_PREFIXRESULT']._serialized_end=2205
+  _globals['_SCORERESULT']._serialized_start=2207
+  _globals['_SCORERESULT']._serialized_end=2266
+  _globals['_SAMPLELOGPROBS']._serialized_start=2268
+  _globals['_SAMPLELOGPROBS']._serialized_end=2372
+  _globals['_SUFFIXRESULT']._serialized_start=2374
+  _globals['_SUFFIXRESULT']._serialized_end=2493
+  _globals['_SUFFIXRESULT_METRICSENTRY']._serialized_start=2447
+  _globals['_SUFFIXRESULT_METRICSENTRY']._serialized_end=2493
+  _globals['_GRADIENTRESULT']._serialized_start=2495
+  _globals['_GRADIENTRESULT']._serialized_end=2546
+  _globals['_UPDATERESULT']._serialized_start=2548
+  _globals['_UPDATERESULT']._serialized_end=2630
+  _globals['_CHECKPOINTRESULT']._serialized_start=2632
+  _globals['_CHECKPOINTRESULT']._serialized_end=2684
+  _globals['_ABORTCOMMANDREQUEST']._serialized_start=2686
+  _globals['_ABORTCOMMANDREQUEST']._serialized_end=2727
+  _globals['_ABORTCOMMANDRESPONSE']._serialized_start=2729
+  _globals['_ABORTCOMMANDRESPONSE']._serialized_end=2769
+  _globals['_PHASESERVICE']._serialized_start=2772
+  _globals['_PHASESERVICE']._serialized_end=3263
 # @@protoc_insertion_point(module_scope)
