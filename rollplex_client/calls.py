@@ -34,7 +34,7 @@ class Call(Generic[R]):
     timeout_s: float = QUICK_S
 
 
-def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *, replace_open_run: bool = False,
+def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *,
                timeout_s: float = SLOW_S) -> Call[results.Run]:
     """Opens a run; returns when the engines have loaded the actor. Idempotent by name and config.
 
@@ -42,8 +42,7 @@ def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *
     run is busy.
     """
     checked = config if isinstance(config, RunConfig) else parse(RunConfig, dict(config or {}), "run")
-    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(to_plain(checked)),
-                                  replace_open_run=replace_open_run)
+    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(to_plain(checked)))
     return Call("CreateRun", request, lambda answer: parsing.run(answer.run), timeout_s)
 
 

@@ -203,6 +203,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
     broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
     servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
     await broker.start()
+    await servers[0].ready()
     engines = {"rollout-0": (StubRollout("rollout", mesh), add_rollout),
                "reference-0": (StubScorer("reference", mesh), add_reference),
                "trainer-0": (StubTrainer("trainer", mesh), add_trainer)}
@@ -215,6 +216,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
         return ["rollplex.v1.RewardService"]
 
     servers.append(await start_server("reward", mesh.address("reward"), add_reward))
+    await servers[-1].ready()
     current = {}
 
     async def start_coordinator() -> Coordinator:

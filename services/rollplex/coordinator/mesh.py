@@ -61,11 +61,14 @@ class Mesh:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
                                 reason="RESIDENCY_VIOLATED")
 
-    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it."""
+    async def join(self, with_reference: bool) -> None:
+        """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
         self._check_same_layout(with_reference)
+
+    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
+        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it. After `join`."""
         place = Place(run.name, -1, -1, timeout_s)
         await self._leave_former_run(place)
         opened = await self.trainer.command(orders.open_run(run.config_json, "", attach=False), place)
@@ -87,9 +90,7 @@ class Mesh:
     async def ensure_ready(self, run: Run, timeout_s: float, with_reference: bool) -> None:
         """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
         groups = self.used_groups(with_reference)
-        for group in groups:
-            await group.ensure_joined()
-        self._check_same_layout(with_reference)
+        await self.join(with_reference)
         await self.broker(lambda session: session.register_snapshot(run.name, [run.actor_slab], run.snapshot))
         for group in groups:
             if any(state.open_run != run.name for state in group.states):
@@ -114,6 +115,9 @@ class Mesh:
         bound = await asyncio.gather(*(
             group.command(orders.bind_snapshot(), place)
             for group in self.used_groups(with_reference)))
+        for group in self.used_groups(with_reference):
+            for state in group.states:
+                state.bound_snapshot = run.snapshot
         actors = [self.trainer, *self.rollouts]
         inodes = {outcome.value.slab_inode for group, outcomes in zip(self.used_groups(with_reference), bound)
                   if group in actors for outcome in outcomes}
