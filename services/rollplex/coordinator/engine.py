@@ -423,6 +423,8 @@ class Coordinator:
         if error is not None:
             iteration.error = ErrorRecord(type(error).__name__, error.reason, str(error), error.metadata)
         await self.journal.put_iteration(iteration)
+        # Whoever sees the end may ask for what needs an idle run.
+        self._jobs.pop(iteration.key, None)
         self._emit_state(iteration)
         await self.log_of(self.run(iteration.key.run)).flush()
 

@@ -15,7 +15,7 @@ from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
 from rollplex.coordinator.metrics import group_metrics, merge_suffix_metrics, sample_metrics, time_metrics
-from rollplex.coordinator.peers import EngineGroup, Place
+from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.records import EventBody, IterationKey, Note, ProgressReport, Run, SampleRecord
 from rollplex.coordinator.rewards import RewardDesk, ScoreInput
 from rollplex.coordinator.timeline import Timeline
@@ -139,7 +139,7 @@ async def _overlap(work: IterationWork) -> None:
     desk = work.desk_of(_on_scored(work))
     try:
         if work.config.schedule == "overlap":
-            await _all(_generate(work, desk), *_prefixes(work))
+            await together(_generate(work, desk), *_prefixes(work))
         else:
             await _generate(work, desk)
             for prefix in _prefixes(work):
@@ -150,16 +150,6 @@ async def _overlap(work: IterationWork) -> None:
         await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
     _report_progress(work, final=True)
-
-
-async def _all(*coroutines: Awaitable) -> None:
-    """Runs them side by side; the first failure cancels the others, which abort their engines, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for coroutine in coroutines:
-                tasks.create_task(coroutine)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 async def _generate(work: IterationWork, desk: RewardDesk) -> None:
@@ -186,7 +176,7 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
-        await _all(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
+        await together(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
                      if work.prompts[index::len(replicas)]))
 
 

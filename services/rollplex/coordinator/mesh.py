@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.config import CoordinatorConfig
-from rollplex.coordinator.peers import EngineGroup, Place
+from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.records import Run
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
@@ -75,7 +75,7 @@ class Mesh:
         run.actor_slab, run.snapshot = opened[0].value.actor_slab, opened[0].value.snapshot
         slabs = sorted({outcome.value.actor_slab for outcome in opened})
         await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
-        await asyncio.gather(*(
+        await together(*(
             group.command(orders.open_run(run.config_json, run.actor_slab, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
         await self.bind(run, timeout_s, with_reference)
@@ -112,7 +112,7 @@ class Mesh:
     async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> None:
         """Every engine leases the run's snapshot; all must have bound the same file."""
         place = Place(run.name, -1, run.snapshot, timeout_s)
-        bound = await asyncio.gather(*(
+        bound = await together(*(
             group.command(orders.bind_snapshot(), place)
             for group in self.used_groups(with_reference)))
         for group in self.used_groups(with_reference):
@@ -125,7 +125,7 @@ class Mesh:
             raise InternalError(f"engines bound different actor slabs: inodes {sorted(inodes)}", reason="ACTOR_SPLIT")
 
     async def quiesce(self, groups: Sequence[EngineGroup], place: Place, *, leave_snapshot: bool) -> None:
-        await asyncio.gather(*(
+        await together(*(
             group.command(orders.quiesce(leave_snapshot=leave_snapshot), place)
             for group in groups))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,6 +23,8 @@ from rollplex.rpc.status import error_from_rpc, from_detail
 from rollplex.v1 import phase_service_pb2, phase_service_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 10.0
 RETRY_PAUSE_S = 0.1
@@ -133,6 +135,7 @@ class EngineGroup:
         self._epoch = 0
         self._sequence = 0
         self._must_rejoin = True
+        self._broken_by: BaseException | None = None
 
     async def ensure_joined(self) -> bool:
         """True when the group is in a new epoch: a rank was replaced, or the last command broke off."""
@@ -178,7 +181,8 @@ class EngineGroup:
         The first failure aborts the others and is raised with the role's rank in front; after it the group rejoins.
         """
         if self._must_rejoin:
-            raise Unavailable(f"{self.role} has not joined", reason="ENGINE_NOT_JOINED")
+            raise Unavailable(f"{self.role} has not joined again since: {self._broken_by or 'it was never there'}",
+                              reason="ENGINE_NOT_JOINED")
         self._sequence += 1
         request = order.request
         request.header.CopyFrom(types_pb2.CommandHeader(
@@ -191,7 +195,7 @@ class EngineGroup:
         try:
             return await asyncio.gather(*tasks)
         except BaseException as error:
-            self._must_rejoin = True
+            self._must_rejoin, self._broken_by = True, error
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,6 +211,17 @@ class EngineGroup:
     async def close(self) -> None:
         for rank in self.ranks:
             await rank.channel.close()
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """Runs them side by side. The first failure cancels the others, which abort their engines, and is raised once all have
+    ended: no command of theirs is left behind to end in somebody else's epoch."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in started]
 
 
 def _left(deadline: float) -> float:
