@@ -157,7 +157,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--moments", choices=("float32", "bfloat16"), default="float32",
                       help="of Adam; bfloat16 only ever by this option")
     for option, choices in (("--gradients", ("hbm", "pinned")), ("--reference", ("pinned", "resident", "re-read")),
-                            ("--activations", ("keep", "offload", "recompute"))):
+                            ("--activations", ("keep", "recompute", "offload", "from_inputs"))):
         plan.add_argument(option, choices=("auto", *choices), default="auto", help="where they are (default: planned)")
 
 

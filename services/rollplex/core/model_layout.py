@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rollplex.core.aliasing import AliasCase, Aliasing, classify
 from rollplex.core.errors import BadInput
@@ -113,6 +114,7 @@ class LayoutSummary:
         return ITEM_BYTES[self.dtype]
 
 
+@lru_cache(maxsize=64)
 def summarise(shapes: ModelShapes, topology: Topology, train_layout: str = SPLIT, dtype: str = "bfloat16") -> LayoutSummary:
     language = {case: ClassTotal() for case in AliasCase}
     vision = dict(language)
