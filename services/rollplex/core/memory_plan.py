@@ -223,6 +223,9 @@ def _changes(given: PlanInput) -> Iterator[tuple[str, PlanInput]]:
         yield "--freeze-vision", replace(given, freeze_vision=True)
     if given.reference:
         yield "--no-reference (kl_coef 0)", replace(given, reference=False)
+    fewer = given.work.micro_batch_samples // 2
+    if fewer:
+        yield f"--micro-batch-samples {fewer}", replace(given, work=replace(given.work, micro_batch_samples=fewer))
     for train, roll in ((given.topology.train_tp * 2, given.topology.rollout_tp),
                         (given.topology.train_tp, given.topology.rollout_tp * 2)):
         try:
