@@ -67,8 +67,8 @@ class HealthProbe:
 def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None) -> Supervisor:
     """Starts every service and returns when all serve; on failure nothing is left running.
 
-    Raises OutOfMemory for what cannot fit, BadInput for a directory in use, Unavailable when a service exits (with the end of its log),
-    DeadlineExceeded.
+    Raises OutOfMemory for what cannot fit, BadInput for a directory in use, Unavailable when a service exits (with the end
+    of its log), DeadlineExceeded.
     """
     settings.require_model()
     check_fits(settings.sections)

@@ -137,8 +137,8 @@ class RunConfig:
     """Groups one at a time, in index order: bit-identical snapshots across schedules and restarts on CPU."""
     seed: int = 0
     saved_activations: str = "keep"
-    """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer inputs,
-    in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
+    inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0
