@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
 from rollplex.rpc.channel import check_address, sync_channel
+from rollplex_client.cli.fit import check_fits
 from rollplex_client.cli.programs import EFFECTIVE_CONFIG, STOP_MARGIN_S, Program, log_path, programs, write_files
 from rollplex_client.cli.settings import Settings
 from rollplex_client.cli.supervision import Process, Supervisor, claimed, listener_pid, start
@@ -93,10 +94,11 @@ class HealthProbe:
 def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None) -> Supervisor:
     """Starts every service and returns when all serve; on failure nothing is left running.
 
-    Raises BadInput for a directory or port in use and for a checkpoint that cannot be served, Unavailable when a service
-    exits (with the end of its log), DeadlineExceeded.
+    Raises OutOfMemory for what cannot fit, BadInput for a directory or port in use and for a checkpoint that cannot be
+    served, Unavailable when a service exits (with the end of its log), DeadlineExceeded.
     """
     settings.require_model()
+    check_fits(settings.sections)
     runtime_dir = settings.mesh.runtime_dir
     prepare_runtime_dir(runtime_dir)
     supervisor = Supervisor(runtime_dir)

@@ -11,7 +11,7 @@ from rollplex.core.advantages import ESTIMATORS
 SCHEDULES = ("serial", "overlap")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-SAVED_MODES = ("keep", "recompute", "offload")
+SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -145,7 +145,8 @@ class RunConfig:
     under any schedule, whatever was restarted between them."""
     seed: int = 0
     saved_activations: str = "keep"
-    """What the trainer's prefix leaves for backward: `keep`, `recompute` or `offload` (to the host pool)."""
+    """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
+    inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0

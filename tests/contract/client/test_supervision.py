@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -27,6 +28,11 @@ run(serve("{name}", f"unix:{{directory}}/{name}.sock", lambda server: []))
 """
 
 
+SMALL_MODEL = {"model_type": "qwen2_5_vl", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 203,
+               "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}}
+
+
 @pytest.fixture
 def settings() -> Iterator[Settings]:
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
@@ -34,7 +40,7 @@ def settings() -> Iterator[Settings]:
         model.mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "model.safetensors"):
             (model / name).touch()
-        (model / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        (model / "config.json").write_text(json.dumps(SMALL_MODEL))
         yield parse_settings({"mesh": {"runtime_dir": f"{folder}/rt", "drain_timeout_s": 1.0},
                               "model": {"checkpoint": f"{folder}/model"}})
 
