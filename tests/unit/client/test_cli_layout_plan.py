@@ -79,6 +79,8 @@ def settings(tmp_path, limit: int | None, **run_options):
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text((PUBLISHED / "Qwen2.5-VL-3B.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "model.safetensors"):
+        (folder / name).touch()
     broker = {} if limit is None else {"host_limit_bytes": limit}
     return parse_settings({"mesh": {"runtime_dir": str(tmp_path / "rt")}, "model": {"checkpoint": str(folder)},
                            "broker": broker, "run": run_options})
