@@ -165,7 +165,8 @@ async def break_updates(mesh):
     iteration, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
     async for event in mesh.coordinator.watch("run", 0):
         if isinstance(event.body, Note) and "tried again" in event.body.message:
-            return iteration
+            break
+    return iteration
 
 
 async def test_a_recovering_run_takes_nothing_and_goes_on_by_itself(mesh):
