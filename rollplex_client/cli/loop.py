@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable
+from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable, WrongState
 from rollplex.core.ids import new_id
 from rollplex_client.prompts import Prompt
 from rollplex_client.results import Event, Iteration, IterationHandle, Run
@@ -35,7 +35,7 @@ class Plan:
     heldout_rows: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.groups_per_iteration > len(self.prompts):
+        if self.prompts and self.groups_per_iteration > len(self.prompts):
             raise BadInput(f"groups_per_iteration is {self.groups_per_iteration}, but there are only "
                            f"{len(self.prompts)} usable rows", reason="TOO_FEW_ROWS", rows=len(self.prompts))
 
@@ -125,17 +125,18 @@ class TrainingLoop:
     def _step(self, iteration: int) -> None:
         # Where every prompt of a batch is left out, the batches after it stand in.
         batches = -(-2 * len(self._plan.prompts) // self._plan.groups_per_iteration)
-        self._carry_out(self._client.submit_iteration, self._train,
-                        [self._plan.batch(iteration + ahead) for ahead in range(batches)])
+        ahead = [self._plan.batch(iteration + number) for number in range(batches)]
+        self._carry_out(lambda: self._submit(self._client.submit_iteration, self._train, ahead))
 
     def _validate(self) -> None:
-        self._carry_out(self._client.submit_validation, self._heldout, [list(range(len(self._plan.heldout)))])
+        rows = list(range(len(self._plan.heldout)))
+        self._carry_out(lambda: self._submit(self._client.submit_validation, self._heldout, [rows]))
 
-    def _carry_out(self, submit: Submit, source: _Source, batches: Sequence[Sequence[int]]) -> None:
-        """Submits and follows; again when a service was lost, which leaves the snapshot as it was."""
+    def _carry_out(self, submit: Callable[[], IterationHandle]) -> None:
+        """Submits and follows; again when a service was lost and the snapshot is as it was."""
         for left in range(ATTEMPTS - 1, -1, -1):
             try:
-                self._follow(self._submit(submit, source, batches))
+                self._follow(submit())
                 return
             except RollplexError as error:
                 lost = isinstance(error, Aborted | Unavailable) or error.reason in LOST_REASONS
@@ -185,6 +186,26 @@ class TrainingLoop:
             with contextlib.suppress(RollplexError):
                 self._client.cancel(handle)
             raise
+
+
+class ReplayLoop(TrainingLoop):
+    """Replays the recorded iterations that are left, at most the plan's number of them."""
+
+    def train(self, run: Run) -> None:
+        if run.next_iteration == 0 and self._plan.heldout:
+            self._validate()
+        for iteration in range(self._plan.iterations):
+            try:
+                self._carry_out(lambda: self._hand_in(self._replay, []))
+            except WrongState as error:
+                if error.reason != "REPLAY_ENDED":
+                    raise
+                return
+            if self._plan.validates_after(iteration):
+                self._validate()
+
+    def _replay(self, run: str, groups: Sequence[Prompt], request_id: str) -> IterationHandle:
+        return self._client.replay_iteration(run, request_id=request_id)
 
 
 _EXPLAINED = re.compile(r"(?:^|[.;] )prompt (\d+): ")

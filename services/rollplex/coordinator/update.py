@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rollplex.coordinator import orders
+from rollplex.coordinator.agreement import agreed_gradient
 from rollplex.coordinator.peers import Place
 from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
@@ -34,7 +35,7 @@ async def apply_update(work: IterationWork, mini_batch: int) -> None:
     await work.move(PhaseEvent.READERS_QUIESCED)
     with work.timeline.span(Phase.UPDATE, "update"):
         measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
-        gradient: GradientResult = measured[0].value
+        gradient = agreed_gradient([outcome.value for outcome in measured])
         work.average({"actor/grad_norm": gradient.grad_norm, "grad_norm": gradient.grad_norm,
                       "rollplex/update_skipped": float(not gradient.finite)})
         if gradient.finite:
@@ -119,7 +120,7 @@ async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig
         try:
             await mesh.trainer.ensure_joined()
             await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
-            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s)
+            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
             await _write_and_publish(mesh, journal, run, record, place)
             return
         except RollplexError as error:
