@@ -10,7 +10,6 @@ from rollplex.core.host_memory import default_host_limit_bytes
 from rollplex.core.memory_plan import Choice, Plan, make_plan
 from rollplex.core.memory_sizes import PlanInput, Work
 from rollplex.core.shapes import read_shapes
-from rollplex.core.topology import Topology
 from rollplex_client.formatting import size_text
 
 
@@ -44,12 +43,11 @@ def slab_bytes(plan: Plan, sections: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _plan_input(sections: Mapping[str, Any]) -> PlanInput:
-    train_tp, replicas = sections["trainer"].tensor_parallel_size, sections["coordinator"].rollout_replicas
-    run, limit = sections["run"], sections["broker"].host_limit_bytes
+    topology, run, limit = sections["mesh"].topology, sections["run"], sections["broker"].host_limit_bytes
     host_bytes = {None: default_host_limit_bytes(), 0: 1 << 60}.get(limit, limit)
     return PlanInput(
         shapes=read_shapes(sections["model"].checkpoint),
-        topology=Topology(train_tp, train_tp // replicas if train_tp % replicas == 0 else train_tp), gpus=train_tp,
+        topology=topology, gpus=topology.device_count,
         hbm_bytes=host_bytes, host_bytes=host_bytes, runtime_bytes=0, schedule=run.schedule, dtype=sections["model"].dtype,
         reference=run.loss.kl_coef > 0, freeze_vision=run.optimizer.module_learning_rates()["vision"] == 0,
         freeze_decoder=run.optimizer.freeze_decoder,

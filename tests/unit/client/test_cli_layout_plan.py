@@ -28,7 +28,7 @@ def run(capsys, *argv: str) -> tuple[int, dict]:
 
 def test_the_options_are_the_planners():
     """arguments.py imports nothing, so that --help is instant."""
-    assert options.TRAIN_LAYOUTS == TRAIN_LAYOUTS and options.PLAN_SCHEDULES == PLAN_SCHEDULES
+    assert options.TRAIN_LAYOUTS == TRAIN_LAYOUTS and options.SCHEDULES == PLAN_SCHEDULES
     assert set(SAVED_MODES) == set(ACTIVATIONS)
     for name, values in (("gradients", GRADIENTS), ("reference", REFERENCE), ("activations", ACTIVATIONS)):
         for value in values:
