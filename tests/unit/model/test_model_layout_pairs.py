@@ -102,7 +102,7 @@ def test_parts_lie_in_the_slab_disjoint_and_cover_it(checkpoints, pair):
     owners = torch.zeros(layout.size_bytes, dtype=torch.int32)
     slab = torch.arange(layout.size_bytes // 2, dtype=torch.int16).view(torch.uint8)
     for name, place in layout.placements("").items():
-        assert 0 <= place.offset_bytes and place.end_bytes <= layout.size_bytes, name
+        assert place.offset_bytes >= 0 and place.end_bytes <= layout.size_bytes, name
     for part in range(layout.topology.q):
         views = layout.training_views(layout.views(slab), part)
         for name, place in layout.training_placements("", part).items():
