@@ -34,7 +34,7 @@ class Call(Generic[R]):
     timeout_s: float = QUICK_S
 
 
-def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *, replace_open_run: bool = False,
+def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *,
                timeout_s: float = SLOW_S) -> Call[results.Run]:
     """Opens a run; returns when the engines have loaded the actor. Idempotent by name and config.
 
@@ -46,8 +46,7 @@ def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *
     else:
         given = dict(config or {})
         parse(RunConfig, given, "run")
-    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(given),
-                                  replace_open_run=replace_open_run)
+    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(given))
     return Call("CreateRun", request, lambda answer: parsing.run(answer.run), timeout_s)
 
 

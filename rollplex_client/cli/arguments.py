@@ -8,6 +8,7 @@ from pathlib import Path
 SCHEDULES = ("serial", "overlap", "disaggregated")
 DEMO_SCHEDULES = ("serial", "overlap")
 """The demo compares the two."""
+TRAIN_LAYOUTS = ("split", "megatron-fused")
 CONTROLS = ("shuffle-rewards", "blank-videos")
 
 
@@ -27,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_mesh_commands(add)
     _add_training_commands(add)
     _add_run_commands(add)
+    _add_planning_commands(add)
     config = add("config", "config_command:show", "Print the effective configuration.")
     what = config.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="only check it")
@@ -121,6 +123,46 @@ def _add_run_commands(add) -> None:
     export = add("export", "run_commands:export", "Write a run's current snapshot as a Hugging Face checkpoint.")
     export.add_argument("run", metavar="RUN")
     export.add_argument("directory", type=Path, metavar="DIR")
+
+
+def _add_planning_commands(add) -> None:
+    layout = add("layout", "layout_command:layout", "Which parameters training and rollout share, from a config alone.")
+    plan = add("plan", "plan_command:plan", "HBM per GPU and host memory per node, by object class and phase.")
+    for command in (layout, plan):
+        command.add_argument("--model", required=True, metavar="MODEL",
+                             help="checkpoint folder, config.json, or a published name as Qwen2.5-VL-32B")
+        command.add_argument("--train-tp", type=int, required=True, metavar="N", help="training's tensor-parallel size")
+        command.add_argument("--rollout-tp", type=int, required=True, metavar="N", help="rollout's; divides --train-tp")
+        command.add_argument("--train-layout", choices=TRAIN_LAYOUTS, default="split",
+                             help="how training fuses its weights (default split, as Rollplex trains)")
+    layout.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
+    _add_plan_options(plan)
+
+
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    def number(option: str, default: float | None, text: str, kind: type = int) -> None:
+        plan.add_argument(option, type=kind, default=default, metavar="N",
+                          help=text if default is None else f"{text} (default {default:g})")
+
+    plan.add_argument("--schedule", choices=SCHEDULES, default="overlap")
+    number("--gpus", 8, "GPUs of a node")
+    number("--rollout-gpus", None, "GPUs of the rollout node, disaggregated only (default: --gpus)")
+    number("--hbm-gib", 80.0, "memory of a GPU", float)
+    number("--host-gib", None, "memory of a node (default: what this process may use)", float)
+    number("--groups", 32, "prompts of an iteration")
+    number("--samples", 8, "responses of a prompt")
+    number("--prompt-tokens", 8192, "of one prompt, media included")
+    number("--response-tokens", 2048, "of one response")
+    number("--micro-batch-samples", 8, "responses in one suffix forward")
+    number("--runtime-gib", 4.0, "of a GPU, for contexts, NCCL and engine buffers", float)
+    number("--chunk-elements", 1 << 24, "of the streamed update (run.optimizer.chunk_elements)")
+    plan.add_argument("--no-reference", action="store_true", help="kl_coef is 0")
+    plan.add_argument("--freeze-vision", action="store_true", help="no gradients and optimizer state for the tower")
+    plan.add_argument("--moments", choices=("float32", "bfloat16"), default="float32",
+                      help="of Adam; bfloat16 only ever by this option")
+    for option, choices in (("--gradients", ("hbm", "pinned")), ("--reference", ("pinned", "resident", "re-read")),
+                            ("--activations", ("keep", "recompute", "offload", "from_inputs"))):
+        plan.add_argument(option, choices=("auto", *choices), default="auto", help="where they are (default: planned)")
 
 
 def _add_reward_commands(actions: argparse._SubParsersAction, add) -> None:

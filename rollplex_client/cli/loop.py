@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable, WrongState
@@ -29,6 +30,9 @@ class Plan:
     """0: only before the first and after the last."""
     shuffle: bool = True
     seed: int = 0
+    rows: Sequence[int] = ()
+    """Row number of every prompt in its file, for messages; empty: its position."""
+    heldout_rows: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.prompts and self.groups_per_iteration > len(self.prompts):
@@ -53,6 +57,29 @@ class Plan:
         return bool(self.heldout) and (last or (self.validate_every > 0 and (iteration + 1) % self.validate_every == 0))
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A prompt that the coordinator does not take."""
+
+    row: str
+    """As in "row 7" or "held-out row 7"."""
+    reason: str
+
+
+@dataclass(slots=True)
+class _Source:
+    """Prompts and which of them are left out."""
+
+    prompts: Sequence[Prompt]
+    rows: Sequence[int]
+    title: str
+    refused: dict[int, Refusal] = field(default_factory=dict)
+    """By position in `prompts`."""
+
+    def name(self, position: int) -> str:
+        return f"{self.title} {self.rows[position] if self.rows else position}"
+
+
 class Observer(Protocol):
     """Watches a loop, for progress and files."""
 
@@ -62,7 +89,7 @@ class Observer(Protocol):
 
     def on_result(self, result: Iteration) -> None: ...
 
-    def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None: ...
+    def on_refused(self, refusals: Sequence[Refusal]) -> None: ...
 
     def on_retry(self, error: RollplexError) -> None: ...
 
@@ -82,7 +109,8 @@ class TrainingLoop:
 
     def __init__(self, client: Client, plan: Plan, observer: Observer, *, filter_bad: bool = False) -> None:
         self._client, self._plan, self._observer, self._filter_bad = client, plan, observer, filter_bad
-        self._bad: set[int] = set()
+        self._train = _Source(plan.prompts, plan.rows, "row")
+        self._heldout = _Source(plan.heldout, plan.heldout_rows, "held-out row")
 
     def train(self, run: Run) -> None:
         """From the run's next iteration to the plan's last. An interrupt cancels what is under way, then is raised."""
@@ -95,17 +123,20 @@ class TrainingLoop:
                 self._validate()
 
     def _step(self, iteration: int) -> None:
-        positions = [position for position in self._plan.batch(iteration) if position not in self._bad]
-        self._carry_out(self._client.submit_iteration, self._plan.prompts, positions)
+        # Where every prompt of a batch is left out, the batches after it stand in.
+        batches = -(-2 * len(self._plan.prompts) // self._plan.groups_per_iteration)
+        ahead = [self._plan.batch(iteration + number) for number in range(batches)]
+        self._carry_out(lambda: self._submit(self._client.submit_iteration, self._train, ahead))
 
     def _validate(self) -> None:
-        self._carry_out(self._client.submit_validation, self._plan.heldout, list(range(len(self._plan.heldout))))
+        rows = list(range(len(self._plan.heldout)))
+        self._carry_out(lambda: self._submit(self._client.submit_validation, self._heldout, [rows]))
 
-    def _carry_out(self, submit: Submit, prompts: Sequence[Prompt], positions: list[int]) -> None:
-        """Submits and follows; again when a service was lost, which leaves the snapshot as it was."""
+    def _carry_out(self, submit: Callable[[], IterationHandle]) -> None:
+        """Submits and follows; again when a service was lost and the snapshot is as it was."""
         for left in range(ATTEMPTS - 1, -1, -1):
             try:
-                self._follow(self._submit(submit, prompts, positions))
+                self._follow(submit())
                 return
             except RollplexError as error:
                 lost = isinstance(error, Aborted | Unavailable) or error.reason in LOST_REASONS
@@ -113,19 +144,27 @@ class TrainingLoop:
                     raise
                 self._observer.on_retry(error)
 
-    def _submit(self, submit: Submit, prompts: Sequence[Prompt], positions: list[int]) -> IterationHandle:
-        while True:
-            try:
-                return self._hand_in(submit, [prompts[position] for position in positions])
-            except BadInput as error:
-                refused = refused_groups(error)
-                if not self._filter_bad or not refused or len(refused) >= len(positions):
-                    raise
-                dropped = [positions[index] for index in refused if index < len(positions)]
-                if prompts is self._plan.prompts:
-                    self._bad.update(dropped)
-                self._observer.on_refused(error, dropped)
-                positions = [position for position in positions if position not in dropped]
+    def _submit(self, submit: Submit, source: _Source, batches: Iterable[Sequence[int]]) -> IterationHandle:
+        """The first batch of which something can be used. Raises BadInput, naming rows, for what may not be left out."""
+        for batch in batches:
+            while positions := [position for position in batch if position not in source.refused]:
+                try:
+                    return self._hand_in(submit, [source.prompts[position] for position in positions])
+                except BadInput as error:
+                    refused = {positions[index]: reason for index, reason in refused_groups(error).items()
+                               if index < len(positions)}
+                    if not refused:
+                        raise
+                    refusals = {position: Refusal(source.name(position), reason) for position, reason in refused.items()}
+                    if not self._filter_bad:
+                        raise BadInput("; ".join(f"{item.row}: {item.reason}" for item in refusals.values()),
+                                       reason=error.reason, rows=",".join(item.row for item in refusals.values())
+                                       ) from error
+                    source.refused |= refusals
+                    self._observer.on_refused(list(refusals.values()))
+        first = next(iter(source.refused.values()))
+        raise BadInput(f"no usable row is left, {len(source.refused)} are refused; {first.row}: {first.reason}",
+                       reason="EMPTY_DATASET")
 
     def _hand_in(self, submit: Submit, groups: Sequence[Prompt]) -> IterationHandle:
         """With one request id, so that an answer that was lost does not make a second iteration."""
@@ -157,7 +196,7 @@ class ReplayLoop(TrainingLoop):
             self._validate()
         for iteration in range(self._plan.iterations):
             try:
-                self._carry_out(self._replay, [], [])
+                self._carry_out(lambda: self._hand_in(self._replay, []))
             except WrongState as error:
                 if error.reason != "REPLAY_ENDED":
                     raise
@@ -169,6 +208,12 @@ class ReplayLoop(TrainingLoop):
         return self._client.replay_iteration(run, request_id=request_id)
 
 
-def refused_groups(error: RollplexError) -> list[int]:
-    """Indices of the groups that a refusal names, in its metadata."""
-    return [int(part) for part in error.metadata.get("indices", "").split(",") if part.isdigit()]
+_EXPLAINED = re.compile(r"(?:^|[.;] )prompt (\d+): ")
+
+
+def refused_groups(error: RollplexError) -> dict[int, str]:
+    """Why, by index, of the groups that a refusal names in its metadata; its text spells out the first of them."""
+    _, *parts = _EXPLAINED.split(str(error))
+    reasons = dict(zip(parts[::2], parts[1::2]))
+    indices = [part for part in error.metadata.get("indices", "").split(",") if part.isdigit()]
+    return {int(index): reasons.get(index, f"refused as others are ({error.reason})") for index in indices}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
 from rollplex.rpc.channel import check_address, sync_channel
+from rollplex_client.cli.fit import check_fits
 from rollplex_client.cli.programs import EFFECTIVE_CONFIG, STOP_MARGIN_S, Program, log_path, programs, write_files
 from rollplex_client.cli.settings import Settings
-from rollplex_client.cli.supervision import Process, Supervisor, claimed, start
+from rollplex_client.cli.supervision import Process, Supervisor, claimed, listener_pid, start
 
 POLL_S = 0.1
 """Supervisor and gRPC health each announce changes in their own way; asking both is simpler than joining the two."""
@@ -32,6 +35,30 @@ def prepare_runtime_dir(path: Path) -> None:
     if mode & 0o077:
         raise BadInput(f"runtime directory {path} has mode {mode:o}; others must have no access (chmod 700)",
                        reason="RUNTIME_DIR_OPEN", path=path)
+
+
+def check_ports(settings: Settings) -> None:
+    """Raises BadInput for a TCP address of the mesh on which somebody listens already."""
+    for program in programs(settings):
+        address = settings.mesh.address(program.name)
+        if not program.serves_grpc or address.startswith("unix:"):
+            continue
+        host, _, port = check_address(address).rpartition(":")
+        try:
+            resolved = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError:
+            continue  # the service itself says what is wrong with the name
+        for family, kind, _, _, place in resolved:
+            with socket.socket(family, kind) as probe:
+                # As a server does: connections of an earlier mesh that still fade away are no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(place)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        raise BadInput(f"{program.name} cannot listen on {address}: the port is in use; end what listens "
+                                       "there or choose another in mesh.addresses", reason="ADDRESS_IN_USE",
+                                       service=program.name, address=address) from error
 
 
 class HealthProbe:
@@ -52,7 +79,8 @@ class HealthProbe:
 
     def _answer(self, program: Program, call: grpc.Future | None) -> str:
         if call is None:
-            return "SERVING" if self._keeper_socket.exists() else "UNREACHABLE"
+            # A dead keeper leaves its socket's file.
+            return "SERVING" if listener_pid(self._keeper_socket) else "UNREACHABLE"
         try:
             return health_pb2.HealthCheckResponse.ServingStatus.Name(call.result().status)
         except grpc.RpcError:
@@ -66,14 +94,16 @@ class HealthProbe:
 def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None) -> Supervisor:
     """Starts every service and returns when all serve; on failure nothing is left running.
 
-    Raises BadInput for a directory in use, Unavailable when a service exits (with the end of its log),
-    DeadlineExceeded.
+    Raises OutOfMemory for what cannot fit, BadInput for a directory or port in use and for a checkpoint that cannot be
+    served, Unavailable when a service exits (with the end of its log), DeadlineExceeded.
     """
     settings.require_model()
+    check_fits(settings.sections)
     runtime_dir = settings.mesh.runtime_dir
     prepare_runtime_dir(runtime_dir)
     supervisor = Supervisor(runtime_dir)
     with claimed(runtime_dir):
+        check_ports(settings)
         start(runtime_dir, write_files(settings))
     try:
         wait_until_serving(settings, supervisor, timeout_s=timeout_s, on_health=on_health)

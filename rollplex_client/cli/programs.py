@@ -18,6 +18,8 @@ SUPERVISOR_CONFIG = "supervisord.conf"
 SUPERVISOR_SOCKET = "supervisor.sock"
 SUPERVISOR_PID = "supervisord.pid"
 SUPERVISOR_LOG = "supervisord.log"
+SPOOL = "spool"
+"""Where media that are embedded in a data file are written, inside the runtime directory."""
 CUSTODY = ("keeper", "broker")
 """They stop last: engines give their slabs back when they end."""
 
@@ -57,12 +59,18 @@ def programs(settings: Settings) -> list[Program]:
 
 
 def service_config(settings: Settings) -> dict[str, Any]:
-    """What the services read. Raises BadInput where two sections contradict each other."""
+    """What the services read; embedded media are readable on every mesh.
+
+    Raises BadInput where two sections contradict each other.
+    """
     given, address = settings.sections["reward"].address, settings.mesh.address("reward")
     if given not in (None, address):
         raise BadInput(f"reward.address is {given}, but the mesh looks for it at {address}; write "
                        "mesh.addresses = [\"reward=...\"] instead", reason="BAD_CONFIG")
-    return {name: section for name, section in settings.plain().items() if name not in CLIENT_SECTIONS}
+    plain = {name: section for name, section in settings.plain().items() if name not in CLIENT_SECTIONS}
+    spool = str(settings.mesh.runtime_dir / SPOOL)
+    roots = [root for root in plain["coordinator"]["media_roots"] if root != spool]
+    return plain | {"coordinator": plain["coordinator"] | {"media_roots": [*roots, spool]}}
 
 
 def log_path(runtime_dir: Path, name: str) -> Path:

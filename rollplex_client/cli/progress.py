@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rollplex.core.errors import RollplexError
+from rollplex_client.cli.loop import Refusal
 from rollplex_client.history import IterationRecord
 from rollplex_client.results import Event, Iteration, IterationHandle, Note, PhaseSpan
 from rollplex_client.results import Progress as SampleProgress
@@ -62,8 +63,9 @@ class LiveProgress:
             what = "validation" if result.validation else f"{self._title}: iteration"
             self._console.print(f"{what} {result.iteration} {result.state}: {facts}", markup=False, soft_wrap=True)
 
-    def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
-        self._console.print(f"left out {len(dropped)} prompt(s): {error} [{error.reason}]", markup=False, soft_wrap=True)
+    def on_refused(self, refusals: Sequence[Refusal]) -> None:
+        for item in refusals:
+            self._console.print(f"left out: {item.row}: {item.reason}", markup=False, soft_wrap=True)
 
     def on_retry(self, error: RollplexError) -> None:
         self._console.print(f"again, after: {error} [{error.reason}]", markup=False, soft_wrap=True)
@@ -97,7 +99,7 @@ class Silent:
     def on_result(self, result: Iteration) -> None:
         """Nothing is shown."""
 
-    def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
+    def on_refused(self, refusals: Sequence[Refusal]) -> None:
         """The command's result lists them."""
 
     def on_retry(self, error: RollplexError) -> None:

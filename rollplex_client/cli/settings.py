@@ -12,6 +12,7 @@ from typing import Any
 from rollplex.core.config import MeshSection, RunConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.strict import apply_overrides, parse, read_toml, to_plain
+from rollplex.data.checkpoint_files import check_checkpoint
 from rollplex_client.cli.sections import SECTIONS, section_class
 
 DEFAULT_FILE = Path("rollplex.toml")
@@ -42,13 +43,10 @@ class Settings:
         return {name: to_plain(section) for name, section in self.sections.items()}
 
     def require_model(self) -> None:
-        """Raises BadInput when no checkpoint is given or the folder is none."""
+        """Raises BadInput when no checkpoint is given, or one that is incomplete or of another architecture."""
         if "model" not in self.sections:
             raise BadInput("no model: give --model DIR, or checkpoint in the [model] section", reason="MODEL_MISSING")
-        checkpoint = self.sections["model"].checkpoint
-        if not (checkpoint / "config.json").is_file():
-            raise BadInput(f"model.checkpoint {checkpoint} is no Hugging Face checkpoint: it has no config.json",
-                           reason="CHECKPOINT_INCOMPLETE", path=checkpoint)
+        check_checkpoint(self.sections["model"].checkpoint)
 
 
 def load(arguments: argparse.Namespace, extra: Mapping[str, Any] | None = None) -> Settings:

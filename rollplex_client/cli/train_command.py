@@ -13,10 +13,11 @@ from typing import Any
 
 from rollplex.core.errors import BadInput, RollplexError
 from rollplex_client.cli.artifacts import MetricsFile, write_summary
-from rollplex_client.cli.loop import Plan, ReplayLoop, TrainingLoop
-from rollplex_client.cli.mesh import mesh_for
+from rollplex_client.cli.loop import Plan, Refusal, ReplayLoop, TrainingLoop
+from rollplex_client.cli.mesh import mesh_for, prepare_runtime_dir
 from rollplex_client.cli.mesh_commands import health_display, model_option
 from rollplex_client.cli.output import Output
+from rollplex_client.cli.programs import SPOOL
 from rollplex_client.cli.progress import LiveProgress, Silent
 from rollplex_client.cli.settings import Settings, load, merged
 from rollplex_client.formatting import seconds_text
@@ -27,15 +28,14 @@ from rollplex_client.results import Event, Iteration, IterationHandle
 from rollplex_client.summary import summary
 from rollplex_client.sync import Client
 
-SPOOL = "spool"
-"""Where media that are embedded in a data file are written, inside the runtime directory."""
-
 
 @dataclass(slots=True)
 class Rows:
     """What a data file gave."""
 
     prompts: list[Prompt]
+    numbers: list[int] = field(default_factory=list)
+    """Row number in the file of every prompt."""
     refused: list[tuple[int, str]] = field(default_factory=list)
     """(row number, why)."""
 
@@ -44,7 +44,7 @@ class Recorder:
     """An `Observer` that writes metrics and counts refused prompts, and passes everything on to the display."""
 
     def __init__(self, display: LiveProgress | Silent, metrics: MetricsFile) -> None:
-        self.refused: list[str] = []
+        self.refused: list[Refusal] = []
         self.retries = 0
         self._display, self._metrics = display, metrics
 
@@ -58,9 +58,9 @@ class Recorder:
         self._metrics.add(result)
         self._display.on_result(result)
 
-    def on_refused(self, error: RollplexError, dropped: Sequence[int]) -> None:
-        self.refused.append(str(error))
-        self._display.on_refused(error, dropped)
+    def on_refused(self, refusals: Sequence[Refusal]) -> None:
+        self.refused += refusals
+        self._display.on_refused(refusals)
 
     def on_retry(self, error: RollplexError) -> None:
         self.retries += 1
@@ -77,8 +77,9 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
     settings = merged(settings, {"coordinator": {"media_roots": media_roots(settings)}, "mesh": _own_replicas(settings)})
     rows, heldout = read_rows(settings, None if replayed else data.file), read_rows(settings, data.heldout)
     _note_refused(output, rows, data.file)
+    _note_refused(output, heldout, data.heldout)
     plan = Plan(name, rows.prompts, heldout.prompts, section.iterations, section.groups_per_iteration,
-                section.validate_every, section.shuffle, settings.run.seed)
+                section.validate_every, section.shuffle, settings.run.seed, rows.numbers, heldout.numbers)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         with health_display(output) as on_health:
@@ -88,8 +89,10 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
         recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows)
         exported = client.export_checkpoint(name, section.export) if section.export else None
         history = read_history(client, name)
-    result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts),
-              "rows_refused": rows.refused, "prompts_refused": recorder.refused, "iterations_retried": recorder.retries,
+    result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts), "rows_refused": rows.refused,
+              "heldout_rows_refused": heldout.refused,
+              "prompts_refused": [[item.row, item.reason] for item in recorder.refused],
+              "iterations_retried": recorder.retries,
               "export": exported.path if exported else None}
     finish(output, folder, history, result)
 
@@ -132,17 +135,18 @@ def read_rows(settings: Settings, path: Path | None) -> Rows:
 
     data = settings.sections["data"]
     spool = settings.mesh.runtime_dir / SPOOL
-    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    prepare_runtime_dir(settings.mesh.runtime_dir)
+    spool.mkdir(mode=0o700, exist_ok=True)
     refused: list[tuple[int, str]] | None = [] if data.filter_bad_rows else None
     rows = read_dataset(path, media_root=data.media_root, format=data.format, spool_dir=spool,
                         require_ground_truth=data.require_ground_truth, refused=refused)
     if not rows:
         raise BadInput(f"{path} has no usable row: " + "; ".join(reason for _, reason in (refused or [])[:3]),
                        reason="EMPTY_DATASET", path=path)
-    return Rows([prompt_from_row(row) for row in rows], refused or [])
+    return Rows([prompt_from_row(row) for row in rows], [row.index for row in rows], refused or [])
 
 
-def _note_refused(output: Output, rows: Rows, path: Path) -> None:
+def _note_refused(output: Output, rows: Rows, path: Path | None) -> None:
     if rows.refused:
         output.note(f"{len(rows.refused)} row(s) of {path} are left out:")
         for index, reason in rows.refused:
@@ -155,7 +159,7 @@ def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, outpu
     metrics = MetricsFile(folder / metrics_name)
     # What a replay is not told to do otherwise, it does as the recorded run.
     config = settings.given["run"] if settings.run.replay else settings.run
-    run = client.create_run(plan.run, config, replace_open_run=True)
+    run = client.create_run(plan.run, config)
     loop, iterations = TrainingLoop, plan.iterations
     if settings.run.replay:
         loop, iterations = ReplayLoop, min(iterations, run.replay_iterations)

@@ -232,6 +232,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
     broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
     servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
     await broker.start()
+    await servers[0].ready()
     engines: dict[str, Stub] = {}
     running: dict[str, RunningServer] = {}
 
@@ -263,6 +264,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
         return ["rollplex.v1.RewardService"]
 
     servers.append(await start_server("reward", mesh.address("reward"), add_reward))
+    await servers[-1].ready()
     current = {}
 
     async def start_coordinator() -> Coordinator:

@@ -93,7 +93,7 @@ class Custody:
         session = self.sessions.get(secret)
         slab = Slab(slab.name, slab.object_class, slab.role or session.role, slab.device, slab.size_bytes, run=slab.run)
         check_announced(slab)
-        self._expire_tickets()
+        self.expire_tickets()
         taken = self.slabs.host_bytes
         if self.host_limit_bytes and taken + slab.size_bytes > self.host_limit_bytes:
             raise OutOfMemory(
@@ -147,8 +147,8 @@ class Custody:
     async def acquire(self, secret: str, name: str, mode: LeaseMode, snapshot: int | None,
                       update_epoch: int | None) -> tuple[Lease, str, Slab]:
         """Grants a lease and returns it with the ticket for its descriptor. Raises Aborted naming conflicting holders."""
+        self.expire_tickets()
         lease, slab = await self.grants.acquire(secret, name, mode, snapshot, update_epoch)
-        self._expire_tickets()
         return lease, self.tickets.issue(Purpose.REDEEM, lease.lease_id, lease.session, self._clock()), slab
 
     def redeem(self, session: Session, ticket: str) -> tuple[Lease, Slab, int]:
@@ -158,7 +158,10 @@ class Custody:
         if lease is None:
             raise NotFound(f"lease {lease_id} was released before its ticket was redeemed", reason="LEASE_NOT_FOUND")
         slab = self.slabs.get(lease.slab)
-        return lease, slab, self.slabs.open_for(slab.name, writable=lease.mode is LeaseMode.WRITE)
+        handle = self.slabs.open_for(slab.name, writable=lease.mode is LeaseMode.WRITE)
+        # Not when it was granted: until its ticket is redeemed, it may still be taken back.
+        self.fence.supersede(session.pid, slab.name)
+        return lease, slab, handle
 
     def release(self, secret: str, lease_id: str) -> None:
         """Drops a lease: its holder maps the slab no more. Idempotent."""
@@ -214,7 +217,11 @@ class Custody:
         for session in [*self.sessions.by_secret.values(), *self.sessions.former]:
             os.close(session.pidfd)
 
-    def _expire_tickets(self) -> None:
+    def expire_tickets(self) -> None:
+        """Takes back what was never claimed; before any decision about leases. Nobody has the descriptor of a lease whose
+        ticket is open: its answer was lost, and its holder does not know of it."""
         for claim in self.tickets.expire(self._clock()):
             if claim.purpose is Purpose.DEPOSIT:
                 self.slabs.retract(claim.subject)
+            elif self.leases.release(claim.subject, claim.session):
+                self._vault.drop(records.lease_name(claim.subject))

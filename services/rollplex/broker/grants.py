@@ -49,7 +49,6 @@ class Grants:
             self.sessions.get(secret)
             slab = self.slabs.get(name)
             self._check_live_holders(lease, actor)
-            self.fence.supersede(session.pid, name)
             self.leases.by_id[lease.lease_id] = lease
             self._vault.note(*records.lease(lease))
             return lease, slab

@@ -101,6 +101,9 @@ class HandleServer:
                 send_frame(connection, error_frame(error))
         except (OSError, TimeoutError) as error:
             log.warning("handle connection lost: %s: %s", type(error).__name__, error)
+        except Exception:
+            # The client would wait for an answer until its deadline, and the session would never end.
+            log.exception("a handle connection failed")
         except asyncio.CancelledError:
             # The broker stops: its successor decides about the leases.
             connection.close()

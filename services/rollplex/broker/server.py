@@ -6,12 +6,13 @@ import logging
 
 from grpc import aio
 
-from rollplex.broker.config import BrokerConfig, default_host_limit_bytes
+from rollplex.broker.config import BrokerConfig
 from rollplex.broker.engine import Custody
 from rollplex.broker.handle_server import HandleServer
 from rollplex.broker.keeper_link import KeeperLink
 from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
+from rollplex.core.host_memory import default_host_limit_bytes
 from rollplex.rpc.handles import allow_most_fds
 from rollplex.rpc.server import prepare_runtime_dir, serve
 from rollplex.v1 import memory_broker_service_pb2, memory_broker_service_pb2_grpc

@@ -6,6 +6,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from rollplex.broker.engine import Custody
+from rollplex.broker.grants import Grants
 from rollplex.core.errors import BadInput
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
@@ -24,6 +25,10 @@ PHASES = {types_pb2.PHASE_IDLE: Phase.IDLE, types_pb2.PHASE_OVERLAP: Phase.OVERL
 class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
     def __init__(self, custody: Custody) -> None:
         self._custody = custody
+
+    def _grants(self) -> Grants:
+        self._custody.expire_tickets()
+        return self._custody.grants
 
     async def CreateSlab(self, request: pb.CreateSlabRequest, context: aio.ServicerContext) -> pb.CreateSlabResponse:
         ticket = self._custody.announce(request.session, from_proto(Slab, request.slab))
@@ -52,16 +57,16 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
 
     async def RegisterSnapshot(self, request: pb.RegisterSnapshotRequest,
                                context: aio.ServicerContext) -> pb.RegisterSnapshotResponse:
-        await self._custody.grants.register_snapshot(request.run, tuple(request.slabs), request.snapshot)
+        await self._grants().register_snapshot(request.run, tuple(request.slabs), request.snapshot)
         return pb.RegisterSnapshotResponse()
 
     async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: aio.ServicerContext) -> pb.BeginUpdateResponse:
-        epoch = await self._custody.grants.begin_update(request.run, request.snapshot, frozenset(request.writers))
+        epoch = await self._grants().begin_update(request.run, request.snapshot, frozenset(request.writers))
         return pb.BeginUpdateResponse(update_epoch=epoch)
 
     async def PublishSnapshot(self, request: pb.PublishSnapshotRequest,
                               context: aio.ServicerContext) -> pb.PublishSnapshotResponse:
-        await self._custody.grants.publish_snapshot(request.run, request.update_epoch, request.snapshot)
+        await self._grants().publish_snapshot(request.run, request.update_epoch, request.snapshot)
         return pb.PublishSnapshotResponse()
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: aio.ServicerContext) -> pb.GetSnapshotResponse:

@@ -47,11 +47,11 @@ class TicketBook:
                             reason="TICKET_UNKNOWN")
         if claim.session != session:
             raise Forbidden(f"the ticket was issued to another session than {session}", reason="TICKET_FOREIGN")
-        del self.claims[ticket]
         if now_s > claim.expires_s:
+            # It stays for `expire`, whose caller takes back what it stood for.
             raise Forbidden(f"the ticket expired {now_s - claim.expires_s:.1f} s ago; it lives {self.lifetime_s:g} s",
                             reason="TICKET_EXPIRED")
-        return claim
+        return self.claims.pop(ticket)
 
     def expire(self, now_s: float) -> list[Claim]:
         """Removes and returns the claims that nobody can redeem any more."""

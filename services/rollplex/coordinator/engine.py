@@ -7,7 +7,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.events import EventLog
@@ -20,6 +21,7 @@ from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import (
     ErrorRecord,
     Event,
+    EventBody,
     Iteration,
     IterationKey,
     IterationState,
@@ -35,7 +37,16 @@ from rollplex.coordinator.rewards import RewardBook, RewardDesk
 from rollplex.coordinator.run_config import read_config
 from rollplex.coordinator.update import roll_forward
 from rollplex.core.config import RunConfig
-from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, WrongState, as_domain_error
+from rollplex.core.errors import (
+    Aborted,
+    AlreadyExists,
+    BadInput,
+    NotFound,
+    RollplexError,
+    Unavailable,
+    WrongState,
+    as_domain_error,
+)
 from rollplex.core.ids import check_run_name, new_id
 from rollplex.core.phases import Phase
 from rollplex.core.strict import parse, to_plain
@@ -43,6 +54,8 @@ from rollplex.core.work import CheckpointResult
 from rollplex.data.rows import PromptRow
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,26 +67,40 @@ class Job:
 
 
 class Coordinator:
-    """One mesh's runs. All methods run on the event loop."""
+    """One mesh's runs. All methods run on the event loop.
+
+    What changes state runs in a task of its own (`_own`): a client that goes away, or whose deadline passes, never leaves it
+    half done.
+    """
 
     def __init__(self, mesh: Mesh, journal: Journal, intake: Intake, rewards: RewardBook, recordings: Recordings) -> None:
         self.mesh, self.journal, self.intake, self.rewards = mesh, journal, intake, rewards
         self.recordings = recordings
         self.runs: dict[str, Run] = {}
         self.open_run: Run | None = None
-        self.phase = Phase.IDLE
         self._logs: dict[str, EventLog] = {}
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._jobs: dict[IterationKey, Job] = {}
         self._current: tuple[IterationWork, asyncio.Task[None]] | None = None
-        self._submitting = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
+        self._interrupted: Iteration | None = None
+        """The iteration that an earlier coordinator was in; its fate is settled before any other runs."""
+        self._closing = False
+
+    async def _own(self, change: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     # Life
 
     async def start(self) -> None:
-        """Reads the journal. What was running when the last coordinator ended has failed; what was queued goes on."""
+        """Reads the journal and starts the queue. What an earlier coordinator was in is settled first, in the background."""
         await self.rewards.load()
+        await self.intake.release_leftovers()
         for run in await self.journal.runs():
             self.runs[run.name] = run
             run.last_sequence = await self.journal.last_sequence(run.name)
@@ -82,25 +109,16 @@ class Coordinator:
             elif run.state is RunState.OPENING:
                 run.state = RunState.FAILED
                 await self.journal.put_run(run)
-        await self.intake.release_leftovers()
         if self.open_run is not None:
             await self._take_over(self.open_run)
         self._worker = asyncio.create_task(self._work(), name="iterations")
 
     async def _take_over(self, run: Run) -> None:
-        update = await self.journal.open_update(run.name)
-        if update is not None:
+        if await self.journal.open_update(run.name) is not None:
             run.state = RunState.RECOVERING
-            await self.journal.put_run(run)
-            config = self.config_of(run)
-            await roll_forward(self.mesh, self.journal, run, config, update)
-            run.state = RunState.ACTIVE
-            await self.journal.put_run(run)
         for iteration in await self.journal.iterations(run.name):
             if iteration.state is IterationState.RUNNING:
-                error = WrongState("the coordinator was restarted while the iteration ran; submit it again",
-                                   reason="COORDINATOR_RESTARTED")
-                await self._end(iteration, IterationState.FAILED, error)
+                self._interrupted = iteration
             elif iteration.state is IterationState.QUEUED:
                 await self._prepare_again(run, iteration)
 
@@ -114,10 +132,33 @@ class Coordinator:
             return
         self._enqueue(Job(iteration, prompts))
 
+    async def _settle_interrupted(self) -> None:
+        """Rolls an open update forward, then says what became of the iteration that was interrupted."""
+        run, iteration = self.open_run, self._interrupted
+        if run is None:
+            return
+        record = await self.journal.open_update(run.name)
+        if record is not None:
+            event_log = self.log_of(run)
+            await roll_forward(self.mesh, self.journal, run, self.config_of(run), record,
+                               lambda note: event_log.emit(iteration.key if iteration else None, note))
+        if iteration is None:
+            return
+        await self._clean_up(run, self.config_of(run), lambda note: self.log_of(run).emit(iteration.key, note))
+        lost = WrongState("the coordinator was restarted while the iteration ran; submit it again",
+                          reason="COORDINATOR_RESTARTED")
+        updates = [] if iteration.key.validation else await self.journal.published_updates(run.name, iteration.key.iteration)
+        done = bool(updates) and updates[-1].mini_batch == updates[-1].mini_batch_count - 1
+        await self._end(iteration, *_verdict(done, len(updates), lost))
+        self._interrupted = None
+
     async def close(self) -> None:
+        """Leaves the journal as it is: the next coordinator takes over from there."""
+        self._closing = True
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
+        await asyncio.gather(*self._changes, return_exceptions=True)
         for event_log in self._logs.values():
             await event_log.close()
         await self.mesh.close()
@@ -139,23 +180,27 @@ class Coordinator:
         return self._logs[run.name]
 
     def last_sequence(self, run: Run) -> int:
-        return self.log_of(run).last_sequence
+        return self._logs[run.name].last_sequence if run.name in self._logs else run.last_sequence
 
     async def create_run(self, name: str, config_json: str) -> Run:
         """Opens a run from the checkpoint; see CoordinatorService.CreateRun."""
         check_run_name(name)
         config = await read_config(config_json, self.recordings, self.mesh.topology)
+        return await self._own(self._create_run(name, config))
+
+    async def _create_run(self, name: str, config: RunConfig) -> Run:
         text = json.dumps(to_plain(config), sort_keys=True)
-        async with self._submitting:
+        async with self._changing:
             known = self.runs.get(name)
             if known is not None and known.state is not RunState.FAILED:
-                if known.config_json != text:
-                    raise AlreadyExists(f"run {name!r} exists with another config", reason="RUN_EXISTS", run=name)
-                if known.state is RunState.CLOSED:
-                    raise WrongState(f"run {name!r} is closed; its weights went when the next run was opened",
-                                     reason="RUN_CLOSED", run=name)
-                return known
-            await self._close_open_run()
+                return _same_run(known, text)
+            self._check_idle()
+            # What can be refused is refused before the run that is open loses its slabs.
+            await self.mesh.join(config.loss.kl_coef > 0)
+            if self.open_run is not None:
+                self.open_run.state = RunState.CLOSED
+                await self.journal.put_run(self.open_run)
+                self.open_run = None
             run = self.runs[name] = Run(name, text, time.time())
             run.last_sequence = await self.journal.last_sequence(name)
             if config.replay:
@@ -164,21 +209,19 @@ class Coordinator:
             await self._open(run, config)
             return run
 
-    async def _close_open_run(self) -> None:
-        if self.open_run is None:
-            return
-        if self._jobs:
-            busy = ", ".join(str(key) for key in self._jobs)
+    def _check_idle(self) -> None:
+        """Raises WrongState while iterations of the open run are queued, running or being settled."""
+        busy = ", ".join(str(key) for key in self._jobs) or (str(self._interrupted.key) if self._interrupted else "")
+        if self.open_run is not None and self.open_run.state is RunState.RECOVERING:
+            busy = busy or "an update that is rolled forward"
+        if busy:
             raise WrongState(f"run {self.open_run.name!r} is busy with {busy}; wait for it or cancel it",
                              reason="RUN_BUSY", run=self.open_run.name)
-        self.open_run.state = RunState.CLOSED
-        await self.journal.put_run(self.open_run)
-        self.open_run = None
 
     async def _open(self, run: Run, config: RunConfig) -> None:
         try:
             await self.mesh.open_run(run, config.phase_timeout_s, config.loss.kl_coef > 0)
-        except RollplexError:
+        except BaseException:
             run.state = RunState.FAILED
             await self.journal.put_run(run)
             raise
@@ -190,19 +233,20 @@ class Coordinator:
 
     async def submit(self, run_name: str, rows: Sequence[PromptRow], request_id: str, *, validation: bool
                      ) -> tuple[Iteration, int]:
-        """Checks and prepares the prompts, journals the iteration, enqueues it. Returns it and the last event before it.
+        """Checks and prepares prompts, journals and enqueues the iteration. Returns it and the last event before it.
 
         A run that replays takes no rows: they are those of the recorded iteration.
         """
-        async with self._submitting:
+        return await self._own(self._submit(run_name, rows, request_id or new_id("request"), validation))
+
+    async def _submit(self, run_name: str, rows: Sequence[PromptRow], request_id: str, validation: bool
+                      ) -> tuple[Iteration, int]:
+        async with self._changing:
             run = self.run(run_name)
-            request_id = request_id or new_id("request")
             known = await self.journal.iteration_by_request(run.name, request_id)
             if known is not None:
                 return self._live(known), self.last_sequence(run)
-            if run is not self.open_run or run.state is not RunState.ACTIVE:
-                raise WrongState(f"run {run.name!r} is {run.state.value}; iterations need an active run",
-                                 reason="RUN_NOT_ACTIVE", run=run.name, state=run.state.value)
+            self._check_takes_iterations(run)
             replayed = "" if validation else self.config_of(run).replay
             if bool(rows) == bool(replayed):
                 raise BadInput("an iteration needs at least one prompt" if not replayed else
@@ -214,6 +258,14 @@ class Coordinator:
                 raise WrongState("no reward is registered; register one with `rollplex reward add NAME ADDRESS`",
                                  reason="NO_REWARD")
             return await self._accept(run, rows, request_id, validation)
+
+    def _check_takes_iterations(self, run: Run) -> None:
+        if run is self.open_run and run.state is RunState.RECOVERING:
+            raise Unavailable(f"run {run.name!r} is recovering: an update was interrupted and is being rolled forward; try "
+                              "again in a moment", reason="RUN_RECOVERING", run=run.name)
+        if run is not self.open_run or run.state is not RunState.ACTIVE:
+            raise WrongState(f"run {run.name!r} is {run.state.value}; iterations need an active run",
+                             reason="RUN_NOT_ACTIVE", run=run.name, state=run.state.value)
 
     async def _accept_replay(self, run: Run, replayed: str, request_id: str) -> tuple[Iteration, int]:
         """The first recorded iteration that is not replayed yet."""
@@ -229,12 +281,16 @@ class Coordinator:
         count = 1 if validation else self.config_of(run).sampling.samples_per_group
         prompts = await self.intake.prepare(key, rows, run.prompts_consumed, count)
         iteration = Iteration(key, request_id, time.time(), run.prompts_consumed, recorded=recorded)
-        if validation:
-            run.next_validation += 1
-        else:
-            run.next_iteration += 1
-            run.prompts_consumed += len(rows)
-        await self.journal.add_iteration(run, iteration, [row_to_json(row) for row in rows])
+        counted = dataclasses.replace(
+            run, next_validation=run.next_validation + validation, next_iteration=run.next_iteration + (not validation),
+            prompts_consumed=run.prompts_consumed + (0 if validation else len(rows)))
+        try:
+            await self.journal.add_iteration(counted, iteration, [row_to_json(row) for row in rows])
+        except BaseException:
+            await self.intake.release(prompts)
+            raise
+        run.next_validation, run.next_iteration = counted.next_validation, counted.next_iteration
+        run.prompts_consumed = counted.prompts_consumed
         before = self.last_sequence(run)
         self._emit_state(iteration)
         self._enqueue(Job(iteration, prompts))
@@ -260,19 +316,24 @@ class Coordinator:
         return await self.journal.samples(key)
 
     async def cancel(self, key: IterationKey) -> IterationState:
-        """Ends a queued or running iteration; WrongState once its update has begun."""
+        """Ends a queued or running iteration; WrongState once an update of it has begun. Returns when it has ended."""
         iteration = await self.iteration(key)
         if iteration.state.ended:
             return iteration.state
         if self._current is not None and self._current[0].key == key:
             work, task = self._current
-            if work.update_begun:
+            if work.update_begun or work.updates_published:
                 raise WrongState(f"{key} is in UPDATE; it only goes forward", reason="UPDATE_BEGUN")
-            task.cancel()
+            if not work.ending:
+                task.cancel()
             await asyncio.wait([task])
-        else:
-            iteration.state = IterationState.CANCELLED
+        elif (job := self._jobs.pop(key, None)) is not None:
+            await self._own(self._drop(job))
         return iteration.state
+
+    async def _drop(self, job: Job) -> None:
+        await self._end(job.iteration, IterationState.CANCELLED, None)
+        await self.intake.release(job.prompts)
 
     async def watch(self, run_name: str, after_sequence: int) -> AsyncIterator[Event]:
         async for event in self.log_of(self.run(run_name)).watch(after_sequence):
@@ -280,21 +341,31 @@ class Coordinator:
 
     async def export(self, run_name: str, path: str) -> CheckpointResult:
         """Writes the current snapshot; between iterations only."""
-        run = self.run(run_name)
-        if run is not self.open_run or self._jobs:
-            raise WrongState(f"run {run_name!r} must be open and idle to be exported", reason="RUN_BUSY")
-        config = self.config_of(run)
-        await self.mesh.ensure_ready(run, config.phase_timeout_s, config.loss.kl_coef > 0)
-        outcomes = await self.mesh.trainer.command(orders.export_checkpoint(path),
-                                           Place(run.name, -1, run.snapshot, config.phase_timeout_s))
-        return outcomes[0].value
+        return await self._own(self._export(run_name, path))
+
+    async def _export(self, run_name: str, path: str) -> CheckpointResult:
+        async with self._changing:
+            run = self.run(run_name)
+            if run is not self.open_run:
+                raise WrongState(f"run {run_name!r} is not open; its weights are gone", reason="RUN_CLOSED")
+            self._check_idle()
+            config = self.config_of(run)
+            await self.mesh.ensure_ready(run, config.phase_timeout_s, config.loss.kl_coef > 0)
+            outcomes = await self.mesh.trainer.command(orders.export_checkpoint(path),
+                                                       Place(run.name, -1, run.snapshot, config.phase_timeout_s))
+            return outcomes[0].value
 
     # The queue
 
     async def _work(self) -> None:
+        await self._settle_interrupted()
         while True:
             job = await self._queue.get()
-            task = asyncio.create_task(self._run_job(job), name=str(job.iteration.key))
+            if self._jobs.get(job.iteration.key) is not job:
+                continue  # cancelled while it waited
+            work = self._work_of(job, self.run(job.iteration.key.run))
+            task = asyncio.create_task(self._run_job(job, work), name=str(job.iteration.key))
+            self._current = work, task
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
@@ -304,70 +375,79 @@ class Coordinator:
             if not task.cancelled() and task.exception() is not None:
                 log.error("%s ended badly", job.iteration.key, exc_info=task.exception())
 
-    async def _run_job(self, job: Job) -> None:
-        iteration = job.iteration
+    async def _run_job(self, job: Job, work: IterationWork) -> None:
         try:
-            if iteration.state is IterationState.CANCELLED:
-                await self._end(iteration, IterationState.CANCELLED, None)
-                return
-            await self._execute(job)
+            error: RollplexError | None = None
+            try:
+                await self._execute(job.iteration, work)
+            except asyncio.CancelledError:
+                if self._closing:
+                    raise
+                asyncio.current_task().uncancel()
+                error = Aborted(f"{work.key} was cancelled", reason="CANCELLED")
+            except Exception as failure:  # noqa: BLE001 - becomes the iteration's error, which clients see
+                error = as_domain_error(failure)
+                log.warning("%s failed: %s", work.key, error, exc_info=failure if error.reason == "INTERNAL" else None)
+            work.ending = True
+            await self._own(self._conclude(job.iteration, work, error))
         finally:
             self._current = None
-            self._jobs.pop(iteration.key, None)
+            self._jobs.pop(job.iteration.key, None)
             await asyncio.shield(self.intake.release(job.prompts))
 
-    async def _execute(self, job: Job) -> None:
-        iteration, run = job.iteration, self.run(job.iteration.key.run)
-        work = self._work_of(job, run)
-        self._current = (work, asyncio.current_task())
-        iteration.state, iteration.snapshot = IterationState.RUNNING, run.snapshot
+    async def _execute(self, iteration: Iteration, work: IterationWork) -> None:
+        iteration.state, iteration.snapshot = IterationState.RUNNING, work.run.snapshot
         await self.journal.put_iteration(iteration)
         self._emit_state(iteration)
-        try:
-            await (run_validation if iteration.key.validation else run_iteration)(work)
-        except asyncio.CancelledError:
-            asyncio.current_task().uncancel()
-            await self._clean_up(work)
-            await self._end(iteration, IterationState.CANCELLED, None)
-        except Exception as error:  # noqa: BLE001 - becomes the iteration's error, which clients see
-            domain_error = as_domain_error(error)
-            log.warning("%s failed: %s", iteration.key, domain_error,
-                        exc_info=error if domain_error.reason == "INTERNAL" else None)
-            await self._clean_up(work)
-            await self._end(iteration, IterationState.FAILED, domain_error)
-        else:
-            iteration.metrics = work.metrics
-            await self._end(iteration, IterationState.DONE, None)
+        await (run_validation if iteration.key.validation else run_iteration)(work)
+
+    async def _conclude(self, iteration: Iteration, work: IterationWork, error: RollplexError | None) -> None:
+        if error is not None:
+            await self._clean_up(work.run, work.config, work.emit)
+        iteration.metrics = work.metrics
+        done = error is None or (work.batch_count > 0 and work.updates_published == work.batch_count)
+        await self._end(iteration, *_verdict(done, work.updates_published, error))
 
     def _work_of(self, job: Job, run: Run) -> IterationWork:
         key, event_log, registrations = job.iteration.key, self.log_of(run), self.rewards.all()
         config, recorded = self.config_of(run), job.iteration.recorded
-        return IterationWork(
-            key=key, run=run, config=config, prompts=job.prompts, mesh=self.mesh, journal=self.journal,
-            intake=self.intake, emit=lambda body: event_log.emit(key, body),
-            recorded=None if recorded < 0 else lambda: self.recordings.samples_for(key, IterationKey(config.replay, recorded)),
-            desk_of=lambda on_scored: RewardDesk(registrations, key.run, key.iteration, on_scored))
 
-    async def _clean_up(self, work: IterationWork) -> None:
-        """After an iteration that broke off: engines drop its boundaries and gradients. What is down is left for the next."""
-        if work.update_begun:
-            work.run.state = RunState.RECOVERING
-            await self.journal.put_run(work.run)
-            return
-        config = work.config
-        try:
-            await self.mesh.ensure_ready(work.run, config.phase_timeout_s, config.loss.kl_coef > 0)
-            await self.mesh.quiesce(self.mesh.used_groups(config.loss.kl_coef > 0), work.place(), leave_snapshot=False)
-            await self.mesh.drop_gradients(work.run, config.phase_timeout_s)
-            await self.mesh.enter_phase(work.run.name, -1, Phase.IDLE)
-        except RollplexError as error:
-            work.emit(Note("warning", error.reason, f"after the iteration broke off: {error}"))
+        def emit(body: EventBody) -> None:
+            event_log.emit(key, body)
+
+        def samples() -> Awaitable[list[SampleRecord]]:
+            return self.recordings.samples_for(key, IterationKey(config.replay, recorded))
+
+        return IterationWork(
+            key=key, run=run, config=config, prompts=job.prompts, mesh=self.mesh, journal=self.journal, intake=self.intake,
+            emit=emit, recorded=None if recorded < 0 else samples,
+            desk_of=lambda on_scored: RewardDesk(registrations, key.run, key.iteration, on_scored,
+                                                  lambda message: emit(Note("warning", "REWARD_TIMEOUT", message))))
+
+    async def _clean_up(self, run: Run, config: RunConfig, emit: Callable[[Note], None]) -> None:
+        """After an iteration that broke off: engines drop its boundaries and gradients. What is down has none left."""
+        with_reference = config.loss.kl_coef > 0
+        place = Place(run.name, -1, run.snapshot, config.phase_timeout_s)
+
+        async def attempt(step: Coroutine[Any, Any, object]) -> None:
+            try:
+                await step
+            except RollplexError as error:
+                emit(Note("warning", error.reason, f"after the iteration broke off: {error}"))
+
+        await attempt(self.mesh.ensure_ready(run, config.phase_timeout_s, with_reference))
+        for group in self.mesh.used_groups(with_reference):
+            await attempt(self.mesh.quiesce([group], place, leave_snapshot=False))
+        await attempt(self.mesh.drop_gradients(run, config.phase_timeout_s))
+        await attempt(self.mesh.enter_phase(run.name, -1, Phase.IDLE))
 
     async def _end(self, iteration: Iteration, state: IterationState, error: RollplexError | None) -> None:
         iteration.state, iteration.end_time_s = state, time.time()
         if error is not None:
             iteration.error = ErrorRecord(type(error).__name__, error.reason, str(error), error.metadata)
         await self.journal.put_iteration(iteration)
+        # Whoever sees the end may ask for what needs an idle run.
+        self._jobs.pop(iteration.key, None)
         self._emit_state(iteration)
         await self.log_of(self.run(iteration.key.run)).flush()
 
@@ -377,3 +457,27 @@ class Coordinator:
     @property
     def current_phase(self) -> Phase:
         return self._current[0].phase if self._current else Phase.IDLE
+
+
+def _verdict(done: bool, updates_published: int, error: RollplexError | None
+             ) -> tuple[IterationState, RollplexError | None]:
+    """What an iteration ended as. Weights that have moved are never called unmoved."""
+    if done:
+        return IterationState.DONE, None
+    if updates_published:
+        return IterationState.FAILED, WrongState(
+            f"the iteration broke off after {updates_published} of its updates; they stay, do not submit it again: {error}",
+            reason="UPDATED_IN_PART")
+    if error is not None and error.reason == "CANCELLED":
+        return IterationState.CANCELLED, None
+    return IterationState.FAILED, error
+
+
+def _same_run(known: Run, config_text: str) -> Run:
+    """The run, for a client that creates it again."""
+    if known.config_json != config_text:
+        raise AlreadyExists(f"run {known.name!r} exists with another config", reason="RUN_EXISTS", run=known.name)
+    if known.state is RunState.CLOSED:
+        raise WrongState(f"run {known.name!r} is closed; its weights went when the next run was opened",
+                         reason="RUN_CLOSED", run=known.name)
+    return known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from array import array
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollplex.coordinator.records import IterationKey
-from rollplex.core.errors import BadInput, DeadlineExceeded, Forbidden, RollplexError
+from rollplex.core.errors import BadInput, DeadlineExceeded, Forbidden, NotFound, RollplexError
 from rollplex.core.ids import media_slab
 from rollplex.core.placement import Placement
 from rollplex.core.work import MediaItem, PreparedGroup
@@ -20,6 +21,8 @@ from rollplex.data.limits import MediaLimits
 from rollplex.data.processor import PromptProcessor
 from rollplex.data.rows import PromptRow, check_row
 from rollplex.memory.client import BrokerSession
+
+log = logging.getLogger(__name__)
 
 MOST_EXPLAINED = 16
 """Refused prompts whose reason is spelled out; a status has to fit into gRPC's trailers."""
@@ -45,6 +48,7 @@ class Intake:
         self._session, self._decoder, self._processor = session, decoder, processor
         self._limits, self._roots = processor.fit_limits(limits), tuple(roots)
         self._broker_thread = broker_thread
+        self._to_delete: list[str] = []
 
     async def prepare(self, key: IterationKey, rows: Sequence[PromptRow], first_ordinal: int, sample_count: int
                       ) -> list[Prompt]:
@@ -62,17 +66,30 @@ class Intake:
         raise _refusal(refused, len(rows))
 
     async def release(self, prompts: Sequence[Prompt]) -> None:
-        """Deletes the prompts' media slabs."""
-        slabs = [prompt.slab for prompt in prompts if prompt.slab is not None]
-        if slabs:
-            await self._in_broker_thread(lambda: [self._session.delete(slab) for slab in slabs])
+        """Deletes the prompts' media slabs. One that an engine still leases is tried again with the next release."""
+        self._to_delete += [prompt.slab for prompt in prompts if prompt.slab is not None]
+        if self._to_delete:
+            slabs, self._to_delete = self._to_delete, []
+            self._to_delete += await self._in_broker_thread(lambda: self._delete(slabs))
+
+    def _delete(self, slabs: Sequence[str]) -> list[str]:
+        """The slabs that could not be deleted yet."""
+        kept = []
+        for slab in slabs:
+            try:
+                self._session.delete(slab)
+            except NotFound:
+                continue
+            except RollplexError as error:
+                log.warning("media slab %s stays for now: %s", slab, error)
+                kept.append(slab)
+        return kept
 
     async def release_leftovers(self) -> None:
         """Deletes the media slabs that an earlier coordinator left: nobody else knows of them."""
         def release() -> None:
-            for slab in self._session.list_slabs("runs/"):
-                if slab.object_class == "media":
-                    self._session.delete(slab.name)
+            self._to_delete += self._delete([slab.name for slab in self._session.list_slabs("runs/")
+                                             if slab.object_class == "media"])
 
         await self._in_broker_thread(release)
 
@@ -92,11 +109,15 @@ class Intake:
                           item.fps or 0.0, item.sha256) for item in decoded.items)
             group = self._tokenise(row, decoded.items, items, index, ordinal, sample_count)
             descriptor = decoded.release()
-        try:
-            await self._in_broker_thread(lambda: self._session.deposit(
-                slab, descriptor, object_class="media", run=key.run, size_bytes=decoded.size_bytes))
-        finally:
-            os.close(descriptor)
+
+        def deposit() -> None:
+            # The thread closes it: it goes on when whoever waits for it is cancelled.
+            try:
+                self._session.deposit(slab, descriptor, object_class="media", run=key.run, size_bytes=decoded.size_bytes)
+            finally:
+                os.close(descriptor)
+
+        await self._in_broker_thread(deposit)
         return Prompt(row, group)
 
     def _tokenise(self, row: PromptRow, decoded: Sequence, items: tuple[MediaItem, ...], index: int, ordinal: int,

@@ -15,8 +15,8 @@ from rollplex.coordinator.agreement import agreed_metrics
 from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
-from rollplex.coordinator.metrics import group_metrics, sample_metrics, time_metrics
-from rollplex.coordinator.peers import EngineGroup, Place
+from rollplex.coordinator.metrics import group_metrics, merge_suffix_metrics, sample_metrics, time_metrics
+from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.records import EventBody, IterationKey, Note, ProgressReport, Run, SampleRecord
 from rollplex.coordinator.rewards import RewardDesk, ScoreInput
 from rollplex.coordinator.timeline import Timeline
@@ -51,7 +51,14 @@ class IterationWork:
     samples: dict[tuple[int, int], SampleRecord] = field(default_factory=dict)
     timeline: Timeline = None
     metrics: dict[str, float] = field(default_factory=dict)
+    batch_count: int = 0
+    """Mini-batches of this iteration, an update each."""
+    updates_published: int = 0
+    """Updates that are behind it, skipped ones included."""
     update_begun: bool = False
+    """Between UPDATE_BEGIN and publish: only forward from here."""
+    ending: bool = False
+    """Its outcome is being written."""
     unscored_noted: bool = False
     progress_at_s: float = 0.0
 
@@ -64,6 +71,11 @@ class IterationWork:
 
     def place(self) -> Place:
         return Place(self.run.name, self.key.iteration, self.run.snapshot, self.config.phase_timeout_s, self.phase)
+
+    def average(self, metrics: dict[str, float]) -> None:
+        """Adds one mini-batch's share to metrics that are means over mini-batches."""
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value / self.batch_count
 
     async def move(self, event: PhaseEvent) -> None:
         """Through a barrier: the table says where to, the broker checks what is held."""
@@ -87,8 +99,9 @@ async def run_iteration(work: IterationWork) -> None:
     await work.move(PhaseEvent.RESPONSES_FIXED)
     kept = await _within_deadline(_score(work), work, "SUFFIX")
     batches = _mini_batches(kept, work.config.optimizer.updates_per_iteration)
+    work.batch_count = len(batches)
     for index, batch in enumerate(batches):
-        await _train_mini_batch(work, index, batch, len(batches))
+        await _train_mini_batch(work, index, batch)
     if not batches:
         work.metrics["rollplex/update_skipped"] = 1.0
         await work.mesh.quiesce(work.mesh.used_groups(work.with_reference), work.place(), leave_snapshot=False)
@@ -104,7 +117,7 @@ async def run_validation(work: IterationWork) -> None:
     try:
         await _within_deadline(_generate(work, desk), work, "OVERLAP")
         with work.timeline.span(Phase.OVERLAP, "reward"):
-            await desk.finish()
+            await desk.finish(work.config.phase_timeout_s)
     finally:
         await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
@@ -133,7 +146,7 @@ async def _overlap(work: IterationWork) -> None:
         try:
             await _scheduled(work, _generate(work, desk))
             with work.timeline.span(Phase.OVERLAP, "reward"):
-                await desk.finish()
+                await desk.finish(work.config.phase_timeout_s - work.timeline.now_s())
         finally:
             await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
@@ -143,7 +156,7 @@ async def _overlap(work: IterationWork) -> None:
 async def _scheduled(work: IterationWork, responses: Awaitable) -> None:
     """Responses and prefixes, side by side or one after the other."""
     if work.config.schedule == "overlap":
-        await _all(responses, *_prefixes(work))
+        await together(responses, *_prefixes(work))
         return
     await responses
     for prefix in _prefixes(work):
@@ -153,16 +166,6 @@ async def _scheduled(work: IterationWork, responses: Awaitable) -> None:
 async def _take_recorded(work: IterationWork, recorded: Callable[[], Awaitable[list[SampleRecord]]]) -> None:
     with work.timeline.span(Phase.OVERLAP, "replay"):
         work.samples = {(sample.group_index, sample.sample_index): sample for sample in await recorded()}
-
-
-async def _all(*coroutines: Awaitable) -> None:
-    """Runs them side by side; the first failure cancels the others, which abort their engines, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for coroutine in coroutines:
-                tasks.create_task(coroutine)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 async def _generate(work: IterationWork, desk: RewardDesk) -> None:
@@ -190,12 +193,12 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
-        await _all(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
+        await together(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
                      if work.prompts[index::len(replicas)]))
 
 
 def _prefixes(work: IterationWork) -> list[Awaitable]:
-    """The prefixes that this iteration needs, as coroutines. The trainer's first mini-batch only, unless all are scored."""
+    """The prefixes that this iteration needs, as coroutines."""
     prefixes = []
     if work.with_reference:
         prefixes.append(_prefix(work, work.mesh.reference, "reference_prefix", orders.reference_prefix, work.prompts))
@@ -275,9 +278,13 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: dict[int, l
                     ) -> dict[tuple[int, int], object]:
     asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
              for index, samples in groups.items()]
-    order = orders.score_suffix(asked, work.config.sampling.temperature, keep_boundaries=keep)
-    outcomes = await group.command(order, work.place())
-    return {(scored.group_index, scored.sample_index): scored.logprobs for scored in outcomes[0].value.samples}
+    logprobs = {}
+    for part in orders.in_messages(asked):
+        order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
+        outcomes = await group.command(order, work.place())
+        logprobs.update({(scored.group_index, scored.sample_index): scored.logprobs
+                         for scored in outcomes[0].value.samples})
+    return logprobs
 
 
 def _assign_advantages(work: IterationWork, groups: dict[int, list[SampleRecord]]) -> list[int]:
@@ -290,6 +297,9 @@ def _assign_advantages(work: IterationWork, groups: dict[int, list[SampleRecord]
         flat += not has_signal(rewards)
         if has_signal(rewards) or not work.config.filter_zero_variance:
             kept.append(index)
+    if not any(sample.reward is not None for samples in groups.values() for sample in samples):
+        work.emit(Note("warning", "NOTHING_SCORED", "no sample has a reward: there is nothing to learn, the update is left out"))
+        kept = []
     work.metrics["rollplex/groups_without_signal"] = float(flat)
     work.metrics["rollplex/groups_filtered"] = float(len(groups) - len(kept))
     return kept
@@ -302,19 +312,19 @@ def _mini_batches(groups: Sequence[ResponseGroup], count: int) -> list[Sequence[
     return [groups[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
-async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[ResponseGroup], batch_count: int) -> None:
+async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[ResponseGroup]) -> None:
     """Suffix, backward and update of one mini-batch. All but the first compute their prefix under the new snapshot."""
     if index:
         prompts = [work.prompts[group.group_index] for group in batch]
-        await _prefix(work, work.mesh.trainer, "trainer_prefix", orders.trainer_prefix, prompts, Phase.SUFFIX)
+        await _prefix(work, work.mesh.trainer, "trainer_prefix_again", orders.trainer_prefix, prompts, Phase.SUFFIX)
     samples = [sample for group in batch for sample in group.samples]
     scale = LossScale(len(samples), sum(len(sample.token_ids) for sample in samples),
                       work.config.sampling.max_response_tokens)
     with work.timeline.span(Phase.SUFFIX, "suffix"):
-        outcomes = await work.mesh.trainer.command(orders.train_suffix(batch, scale), work.place())
-    for name, value in agreed_metrics([outcome.value for outcome in outcomes]).items():
-        work.metrics[name] = work.metrics.get(name, 0.0) + value / batch_count
-    await apply_update(work, index, last=index == batch_count - 1)
+        parts = [await work.mesh.trainer.command(orders.train_suffix(part, scale), work.place())
+                 for part in orders.in_messages(batch)]
+    work.average(merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in parts]))
+    await apply_update(work, index)
 
 
 def _measure(work: IterationWork) -> None:

@@ -192,6 +192,12 @@ class Journal:
         await self._commit([("UPDATE updates SET published = 1 WHERE run = ? AND snapshot = ?", [(run.name, snapshot)]),
                             _put_run(run)])
 
+    async def published_updates(self, run: str, iteration: int) -> list[UpdateRecord]:
+        """Of one iteration, in order."""
+        rows = await self._rows("SELECT body FROM updates WHERE run = ? AND published = 1 ORDER BY snapshot", run)
+        records = [UpdateRecord(**json.loads(body)) for (body,) in rows]
+        return [record for record in records if record.iteration == iteration]
+
     async def open_update(self, run: str) -> UpdateRecord | None:
         """The update that was begun and is not published."""
         rows = await self._rows("SELECT body FROM updates WHERE run = ? AND published = 0", run)

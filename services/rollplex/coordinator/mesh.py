@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import check_one_actor
-from rollplex.coordinator.peers import EngineGroup, Place
+from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.records import Run
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
@@ -76,17 +76,20 @@ class Mesh:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
                                 reason="RESIDENCY_VIOLATED")
 
-    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it."""
+    async def join(self, with_reference: bool) -> None:
+        """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
         self._check_same_layout(with_reference)
+
+    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
+        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it. After `join`."""
         place = Place(run.name, -1, -1, timeout_s, self.phase)
         await self._leave_former_run(place)
         opened = await self.trainer.command(orders.open_run(run.config_json, attach=False), place)
         run.snapshot = opened[0].value.snapshot
         await self._register_snapshot(run)
-        await asyncio.gather(*(
+        await together(*(
             group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
         await self.bind(run, timeout_s, with_reference)
@@ -101,9 +104,7 @@ class Mesh:
     async def ensure_ready(self, run: Run, timeout_s: float, with_reference: bool) -> None:
         """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
         groups = self.used_groups(with_reference)
-        for group in groups:
-            await group.ensure_joined()
-        self._check_same_layout(with_reference)
+        await self.join(with_reference)
         await self._register_snapshot(run)
         for group in groups:
             if any(state.open_run != run.name for state in group.states):
@@ -133,7 +134,10 @@ class Mesh:
         Replicas on devices of their own copy it there first.
         """
         groups = self.used_groups(with_reference)
-        bound = await asyncio.gather(*(group.command(orders.bind_snapshot(), self._place(run, timeout_s)) for group in groups))
+        bound = await together(*(group.command(orders.bind_snapshot(), self._place(run, timeout_s)) for group in groups))
+        for group in groups:
+            for state in group.states:
+                state.bound_snapshot = run.snapshot
         by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
                    for rank, outcome in zip(group.ranks, outcomes)}
         check_one_actor(self.topology, by_rank)
@@ -144,7 +148,7 @@ class Mesh:
         return Place(run.name, -1, run.snapshot, timeout_s, self.phase)
 
     async def quiesce(self, groups: Sequence[EngineGroup], place: Place, *, leave_snapshot: bool) -> None:
-        await asyncio.gather(*(
+        await together(*(
             group.command(orders.quiesce(leave_snapshot=leave_snapshot), place)
             for group in groups))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollplex.coordinator.intake import Prompt
 from rollplex.coordinator.records import SampleRecord
@@ -44,7 +44,7 @@ def group_metrics(groups: Sequence[Sequence[SampleRecord]]) -> dict[str, float]:
     advantages: list[float] = []
     for group in groups:
         rewards = [sample.reward for sample in group if sample.reward is not None]
-        advantages += [sample.advantage for sample in group if sample.advantage is not None]
+        advantages += [sample.advantage for sample in group if sample.reward is not None and sample.advantage is not None]
         if len(rewards) >= 2:
             deviations.append(statistics.stdev(rewards))
         flat += len(rewards) < 2 or min(rewards) == max(rewards)
@@ -67,6 +67,8 @@ def time_metrics(timeline: Timeline, tokens: float) -> dict[str, float]:
     metrics = {f"timing_s/{name}": timeline.seconds(span) for span, name in names.items() if span in timeline.spans}
     metrics["timing_s/step"] = metrics["perf/time_per_step"] = metrics["step_time"] = step_s
     metrics["perf/throughput"] = tokens / step_s
+    if "overlap" not in timeline.spans:
+        return metrics
     decode_s, prefix_s = timeline.seconds("generate"), prefix_seconds(timeline)
     window_s = timeline.seconds("overlap")
     metrics.update({"rollplex/overlap/decode_s": decode_s, "rollplex/overlap/prefix_s": prefix_s,
@@ -75,6 +77,25 @@ def time_metrics(timeline: Timeline, tokens: float) -> dict[str, float]:
     estimate = OverlapEstimate(decode_s, prefix_s, step_s - window_s)
     metrics["rollplex/overlap/predicted_step_s"] = estimate.overlap_s
     return metrics
+
+
+SUMMED = ("actor/pg_loss", "actor/kl_loss", "actor/token_count")
+"""Metrics that the trainer scales over the whole mini-batch, so that its commands' values add up."""
+
+
+def merge_suffix_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One mini-batch's metrics from the commands it took: sums, extremes, and means weighted by tokens."""
+    merged: dict[str, float] = {}
+    tokens = sum(part.get("actor/token_count", 0.0) for part in parts)
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [(part[name], part.get("actor/token_count", 0.0)) for part in parts if name in part]
+        if name in SUMMED:
+            merged[name] = sum(value for value, _ in values)
+        elif name.endswith(("max", "min")):
+            merged[name] = (max if name.endswith("max") else min)(value for value, _ in values)
+        else:
+            merged[name] = sum(value * weight for value, weight in values) / tokens if tokens else values[0][0]
+    return merged
 
 
 def prefix_seconds(timeline: Timeline) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollplex.core import work
+from rollplex.rpc.channel import MAX_MESSAGE_BYTES
 from rollplex.rpc.convert import to_proto
 from rollplex.v1 import (
     phase_service_pb2,
@@ -15,6 +16,9 @@ from rollplex.v1 import (
     trainer_service_pb2,
     types_pb2,
 )
+
+TOKEN_BYTES = 8 + 3 * 4
+"""Of a response token: its id and up to three log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,20 @@ def apply_update(order: work.UpdateOrder) -> Order:
 
 def export_checkpoint(path: str) -> Order:
     return Order("StartExportCheckpoint", trainer_service_pb2.StartExportCheckpointRequest(path=path))
+
+
+def in_messages(groups: Sequence[work.ResponseGroup]) -> list[list[work.ResponseGroup]]:
+    """Whole groups, in order, in parts that stay well below gRPC's message limit."""
+    parts: list[list[work.ResponseGroup]] = []
+    room_bytes = 0
+    for group in groups:
+        size_bytes = sum(TOKEN_BYTES * len(sample.token_ids) + 64 for sample in group.samples)
+        if not parts or size_bytes > room_bytes:
+            parts.append([])
+            room_bytes = MAX_MESSAGE_BYTES // 4
+        parts[-1].append(group)
+        room_bytes -= size_bytes
+    return parts
 
 
 def _prepared(groups: Sequence[work.PreparedGroup]) -> list[types_pb2.PreparedGroup]:

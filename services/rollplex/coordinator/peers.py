@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,6 +17,8 @@ from rollplex.core.errors import Aborted, RollplexError, Unavailable, WrongState
 from rollplex.core.ids import new_id
 from rollplex.core.phases import Phase
 from rollplex.v1 import phase_service_pb2, types_pb2
+
+T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 0.5
@@ -47,6 +49,7 @@ class EngineGroup:
         self._epoch = int(time.time() * 1000)
         self._sequence = 0
         self._must_rejoin = True
+        self._broken_by: BaseException | None = None
 
     async def ensure_joined(self) -> bool:
         """True when the group is in a new epoch: a rank was replaced, or the last command broke off."""
@@ -103,7 +106,8 @@ class EngineGroup:
         rejoins.
         """
         if self._must_rejoin:
-            raise Unavailable(f"{self.role} has not joined", reason="ENGINE_NOT_JOINED")
+            raise Unavailable(f"{self.role} has not joined again since: {self._broken_by or 'it was never there'}",
+                              reason="ENGINE_NOT_JOINED")
         self._sequence += 1
         request = order.request
         request.header.CopyFrom(types_pb2.CommandHeader(
@@ -120,8 +124,8 @@ class EngineGroup:
             if pending:
                 await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
             raise await self._failure(_failures(self.ranks, tasks), place)
-        except BaseException:
-            self._must_rejoin = True
+        except BaseException as error:
+            self._must_rejoin, self._broken_by = True, error
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,6 +163,17 @@ class EngineGroup:
     async def close(self) -> None:
         for rank in self.ranks:
             await rank.channel.close()
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """Runs them side by side. The first failure cancels the others, which abort their engines, and is raised once all have
+    ended: no command of theirs is left behind to end in somebody else's epoch."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in started]
 
 
 def _failures(ranks: Sequence[Rank], tasks: Sequence[asyncio.Task[Outcome]]) -> dict[Rank, RollplexError]:

@@ -41,8 +41,7 @@ class Recordings:
 
     async def next_after(self, past: Sequence[Iteration], name: str) -> IterationKey:
         """What a replay with these iterations of its own takes next: the first that is neither replayed nor queued."""
-        held = [item for item in past if not item.key.validation
-                and item.state not in (IterationState.FAILED, IterationState.CANCELLED)]
+        held = [item for item in past if not item.key.validation and (_updated(item) or not item.state.ended)]
         return await self._at(name, len(held))
 
     async def samples_for(self, key: IterationKey, recorded: IterationKey) -> list[SampleRecord]:
@@ -51,8 +50,7 @@ class Recordings:
 
         Raises WrongState when an iteration that was queued before this one has failed meanwhile.
         """
-        done = sum(item.state is IterationState.DONE and not item.key.validation
-                   for item in await self._journals[0].iterations(key.run))
+        done = sum(_updated(item) and not item.key.validation for item in await self._journals[0].iterations(key.run))
         if await self._at(recorded.run, done) != recorded:
             raise WrongState(f"{key} replays {recorded}, but one before it has failed; submit again",
                              reason="REPLAY_OUT_OF_ORDER")
@@ -77,7 +75,7 @@ class Recordings:
     async def _done(self, name: str) -> list[Iteration]:
         _, journal = await self._find(name)
         iterations = [item for item in await journal.iterations(name)
-                      if item.state is IterationState.DONE and not item.key.validation]
+                      if _updated(item) and not item.key.validation]
         return sorted(iterations, key=lambda item: item.key.iteration)
 
     async def _find(self, name: str) -> tuple[Run, Journal]:
@@ -87,6 +85,12 @@ class Recordings:
                     return run, journal
         raise NotFound(f"no recorded run {name!r}; a run of another mesh is found through coordinator.replay_journal",
                        reason="RUN_NOT_FOUND", run=name)
+
+
+def _updated(iteration: Iteration) -> bool:
+    """Whether the weights are as after the iteration: also of one that broke off when its update had been published."""
+    return iteration.state is IterationState.DONE or (iteration.error is not None
+                                                      and iteration.error.reason == "UPDATED_IN_PART")
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,7 @@ class UpdateRecord:
 
     iteration: int
     mini_batch: int
+    mini_batch_count: int
     snapshot: int
     """Being replaced."""
     optimizer_step: int

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.5
 PARALLEL_REQUESTS = 4
 """Requests that one reward has open at a time."""
+LARGEST_REWARD = 1e30
+"""Beyond it variances overflow; such a value is a reward's bug, not a reward."""
 DEFAULT_BATCH = 256
 """Items a request when the reward names no limit of its own."""
 
@@ -103,19 +105,22 @@ class RewardClient:
 
     async def score(self, items: Sequence[ScoreInput]) -> list[Scored]:
         """One outcome an item, in order."""
-        if not self._batch_size:
-            self._batch_size = await self._describe_batch_size()
-        parts = [items[start:start + self._batch_size] for start in range(0, len(items), self._batch_size)]
+        size = await self._describe_batch_size()
+        parts = [items[start:start + size] for start in range(0, len(items), size)]
         scored = await asyncio.gather(*(self._score_batch(part) for part in parts))
         return [outcome for part in scored for outcome in part]
 
     async def _describe_batch_size(self) -> int:
+        """Asked once; a reward that does not answer is asked again with the next samples."""
+        if self._batch_size:
+            return self._batch_size
         try:
             answer = await self._stub.DescribeReward(reward_service_pb2.DescribeRewardRequest(),
                                                      timeout=self.registration.timeout_s)
         except grpc.RpcError:
             return DEFAULT_BATCH
-        return answer.max_batch_size or DEFAULT_BATCH
+        self._batch_size = answer.max_batch_size or DEFAULT_BATCH
+        return self._batch_size
 
     async def _score_batch(self, items: Sequence[ScoreInput]) -> list[Scored]:
         request = reward_service_pb2.ScoreRequest(run=self._run, iteration=self._iteration,
@@ -153,20 +158,25 @@ OnScored = Callable[[ScoreInput, float | None, dict[str, float], str], None]
 class RewardDesk:
     """All rewards of one iteration. `push` never waits; `finish` waits for everything pushed."""
 
-    def __init__(self, registrations: Sequence[RewardRegistration], run: str, iteration: int, on_scored: OnScored
-                 ) -> None:
+    def __init__(self, registrations: Sequence[RewardRegistration], run: str, iteration: int, on_scored: OnScored,
+                 on_late: Callable[[str], None]) -> None:
         self._clients = [RewardClient(registration, run, iteration) for registration in registrations]
-        self._on_scored = on_scored
+        self._on_scored, self._on_late = on_scored, on_late
         self._tasks: set[asyncio.Task[None]] = set()
 
     def push(self, items: Sequence[ScoreInput]) -> None:
         task = asyncio.create_task(self._score(items))
         self._tasks.add(task)
 
-    async def finish(self) -> None:
-        while self._tasks:
-            done, self._tasks = self._tasks, set()
-            await asyncio.gather(*done)
+    async def finish(self, timeout_s: float) -> None:
+        """Waits for everything pushed. What has no score after `timeout_s` stays unscored."""
+        if not self._tasks:
+            return
+        done, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        self._tasks = late
+        await asyncio.gather(*done)
+        if late:
+            self._on_late(f"REWARD_TIMEOUT: rewards did not answer within {timeout_s:g} s; their samples are unscored")
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -212,6 +222,6 @@ def _from_score(score: reward_service_pb2.Score) -> Scored:
     parts = {name: value for name, value in score.parts.items() if math.isfinite(value)}
     if not score.HasField("value"):
         return Scored(None, parts, score.error or "NO_SCORE: the reward gave no value")
-    if not math.isfinite(score.value):
+    if not math.isfinite(score.value) or abs(score.value) > LARGEST_REWARD:
         return Scored(None, parts, f"BAD_SCORES: the reward gave {score.value}")
     return Scored(score.value, parts)

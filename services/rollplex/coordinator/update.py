@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import sqlite3
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import agreed_gradient
 from rollplex.coordinator.peers import Place
-from rollplex.coordinator.records import Note, Run, UpdateRecord
+from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import RollplexError
 from rollplex.core.learning_rate import learning_rate_factor
@@ -20,10 +23,11 @@ if TYPE_CHECKING:
     from rollplex.coordinator.journal import Journal
     from rollplex.coordinator.mesh import Mesh
 
-ROLL_FORWARD_TRIES = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between tries to roll an update forward; doubled each time."""
 
 
-async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> None:
+async def apply_update(work: IterationWork, mini_batch: int) -> None:
     """Quiesce, norm, UPDATE_BEGIN, chunks, publish. A gradient that is not finite skips all but the first two."""
     mesh, run = work.mesh, work.run
     readers = mesh.used_groups(work.with_reference)
@@ -32,37 +36,49 @@ async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> N
     with work.timeline.span(Phase.UPDATE, "update"):
         measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
         gradient = agreed_gradient([outcome.value for outcome in measured])
-        work.metrics["actor/grad_norm"] = work.metrics["grad_norm"] = gradient.grad_norm
+        work.average({"actor/grad_norm": gradient.grad_norm, "grad_norm": gradient.grad_norm,
+                      "rollplex/update_skipped": float(not gradient.finite)})
         if gradient.finite:
             await _update(work, mini_batch, gradient)
         else:
             await _skip(work, gradient)
-        copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
-        if mesh.topology.own_replicas:
-            for name, value in (("bytes", float(copied.size_bytes)), ("seconds", copied.seconds)):
-                work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value
-    await work.move(PhaseEvent.PUBLISHED if last else PhaseEvent.NEXT_MINI_BATCH)
+        last = mini_batch == work.batch_count - 1
+        try:
+            copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
+            if mesh.topology.own_replicas:
+                for name, value in (("bytes", float(copied.size_bytes)), ("seconds", copied.seconds)):
+                    work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value
+            await work.move(PhaseEvent.PUBLISHED if last else PhaseEvent.NEXT_MINI_BATCH)
+        except RollplexError as error:
+            if not last:
+                raise
+            # The update is published: the iteration is done, and the next one mends the mesh before it begins.
+            work.emit(Note("warning", error.reason, f"after the update: {error}"))
 
 
 async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult) -> None:
     optimizer, run = work.config.optimizer, work.run
     factor = learning_rate_factor(optimizer, run.optimizer_step + 1)
-    record = UpdateRecord(work.key.iteration, mini_batch, run.snapshot, run.optimizer_step + 1,
+    record = UpdateRecord(work.key.iteration, mini_batch, work.batch_count, run.snapshot, run.optimizer_step + 1,
                           clip_coefficient(gradient.grad_norm, optimizer.max_grad_norm), factor, gradient.grad_norm)
-    work.metrics["actor/lr"] = work.metrics["learning_rate"] = optimizer.learning_rate * factor
-    work.metrics["rollplex/update_skipped"] = 0.0
-    await work.journal.begin_update(run.name, record)
+    work.average({"actor/lr": optimizer.learning_rate * factor, "learning_rate": optimizer.learning_rate * factor})
+    # Before the write: a cancellation while it runs does not undo it.
     work.update_begun = True
+    try:
+        await work.journal.begin_update(run.name, record)
+    except sqlite3.Error:
+        work.update_begun = False
+        raise
     try:
         await _write_and_publish(work.mesh, work.journal, run, record, work.place())
     except RollplexError as error:
         work.emit(Note("warning", error.reason, f"the update broke off and is rolled forward: {error}"))
-        await roll_forward(work.mesh, work.journal, run, work.config, record)
-    work.update_begun = False
+        await roll_forward(work.mesh, work.journal, run, work.config, record, work.emit)
+    work.update_begun, work.updates_published = False, work.updates_published + 1
 
 
 async def _skip(work: IterationWork, gradient: GradientResult) -> None:
-    work.metrics["rollplex/update_skipped"] = 1.0
+    work.updates_published += 1
     work.emit(Note("warning", "NON_FINITE_GRADIENT",
                    f"the gradient norm is {gradient.grad_norm}: the update is skipped, snapshot {work.run.snapshot} stays"))
     await work.mesh.drop_gradients(work.run, work.config.phase_timeout_s)
@@ -90,19 +106,27 @@ async def _write_and_publish(mesh: Mesh, journal: Journal, run: Run, record: Upd
 
 
 async def _publish_in_journal(journal: Journal, run: Run, record: UpdateRecord) -> None:
-    run.snapshot, run.optimizer_step = record.snapshot + 1, record.optimizer_step
+    run.snapshot, run.optimizer_step, run.state = record.snapshot + 1, record.optimizer_step, RunState.ACTIVE
     await journal.publish(run, record.snapshot)
 
 
-async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig, record: UpdateRecord) -> None:
-    """Finishes an update that was begun: the trainer re-imports its slabs and redoes the chunks that had not flipped."""
-    for tries_left in range(ROLL_FORWARD_TRIES - 1, -1, -1):
+async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig, record: UpdateRecord,
+                       emit: Callable[[Note], None]) -> None:
+    """Finishes an update that was begun, however long it takes: the run is RECOVERING until then and takes no iterations.
+
+    The trainer re-imports its slabs and redoes the chunks that had not flipped.
+    """
+    run.state = RunState.RECOVERING
+    await journal.put_run(run)
+    pause_s = FIRST_PAUSE_S
+    while True:
         try:
             await mesh.trainer.ensure_joined()
             await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
             place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
             await _write_and_publish(mesh, journal, run, record, place)
             return
-        except RollplexError:
-            if not tries_left:
-                raise
+        except RollplexError as error:
+            emit(Note("warning", error.reason, f"the update is tried again in {pause_s:g} s: {error}"))
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

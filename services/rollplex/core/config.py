@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rollplex.core.topology import Topology
 SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-SAVED_MODES = ("keep", "recompute", "offload")
+SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -20,8 +21,8 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if not least <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be finite and at least {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class LossConfig:
         _one_of("importance_correction", self.importance_correction, ("off", "token", "sequence"))
         for name in ("clip_low", "clip_high", "dual_clip", "kl_coef"):
             _at_least(name, getattr(self, name), 0)
+        if not 0 < self.importance_cap < math.inf:
+            raise ValueError(f"importance_cap is {self.importance_cap}; it must be finite and above 0")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip is {self.dual_clip}; it must be 0 (off) or above 1")
 
@@ -109,6 +112,10 @@ class OptimizerConfig:
         _one_of("schedule", self.schedule, ("constant", "linear", "cosine"))
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "total_steps"):
             _at_least(name, getattr(self, name), 0)
+        for name in ("vision_learning_rate", "projector_learning_rate"):
+            _at_least(name, getattr(self, name) or 0, 0)
+        if not 0 < self.epsilon < math.inf:
+            raise ValueError(f"epsilon is {self.epsilon}; it must be finite and above 0")
         _at_least("updates_per_iteration", self.updates_per_iteration, 1)
         _at_least("chunk_elements", self.chunk_elements, 1)
         for name in ("beta1", "beta2"):
@@ -136,10 +143,12 @@ class RunConfig:
     """The same update in another order: `serial`, phases one after the other; `overlap`, prefixes beside decode;
     `disaggregated`, as serial with rollout on devices of its own (mesh.own_replicas)."""
     deterministic: bool = False
-    """Groups one at a time, in index order: bit-identical snapshots across schedules and restarts on CPU."""
+    """Groups one at a time, in index order: on CPU, iterations of the same numbers and prompts give bit-identical snapshots
+    under any schedule, whatever was restarted between them."""
     seed: int = 0
     saved_activations: str = "keep"
-    """What the trainer's prefix leaves for backward: `keep`, `recompute` or `offload` (to the host pool)."""
+    """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
+    inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
     replay: str = ""
     """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
     rollout generates nothing. Options that are not given are those of the recorded run."""

@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face checkpoint directory the prompt side needs."""
+"""Which files a Hugging Face checkpoint directory must have: for the prompt side alone, and for the whole mesh."""
 
 from __future__ import annotations
 
@@ -16,6 +16,32 @@ REQUIRED = (
     (("tokenizer_config.json",),),
     (("preprocessor_config.json",), ("processor_config.json",)),
 )
+
+WEIGHTS, WEIGHT_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """As `check_processor_files`, and the weights must be there; only names are looked at, no tensor is read."""
+    check_processor_files(checkpoint)
+    missing = _missing_weights(checkpoint)
+    if missing:
+        raise BadInput(
+            f"checkpoint {checkpoint} is incomplete, it lacks: {', '.join(missing)}",
+            reason="INCOMPLETE_CHECKPOINT",
+            path=checkpoint,
+            missing=missing,
+        )
+
+
+def _missing_weights(checkpoint: Path) -> list[str]:
+    index = checkpoint / WEIGHT_INDEX
+    if not index.is_file():
+        return [] if (checkpoint / WEIGHTS).is_file() else [f"{WEIGHTS} or {WEIGHT_INDEX}"]
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"checkpoint {checkpoint}: {WEIGHT_INDEX} is no weight index", reason="BAD_CHECKPOINT") from error
+    return sorted(str(file) for file in files if not (checkpoint / str(file)).is_file())
 
 
 def check_processor_files(checkpoint: Path) -> None:

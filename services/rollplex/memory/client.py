@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rollplex.core.errors import AlreadyExists, NotFound, RollplexError, Unavailable
+from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, Unavailable
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
 from rollplex.core.work import ResidencyEntry
@@ -54,6 +54,8 @@ class BrokerSession:
         self._stub = pb_grpc.MemoryBrokerServiceStub(self._channel)
         self._connecting = threading.Lock()
         self._connection: HandleConnection | None = None
+        self._taken_up = False
+        """The broker of this connection knows all that its predecessor knew of this process."""
         self._leases: dict[str, SlabLease] = {}
         self._report: tuple[ResidencyEntry, ...] | None = None
         self._closed = False
@@ -87,14 +89,19 @@ class BrokerSession:
         """Gives memory made elsewhere into custody; `fd` (a memfd sealed against resizing) stays the caller's."""
         size = os.fstat(fd).st_size if size_bytes is None else size_bytes
         slab = pb.Slab(name=name, object_class=object_class, role=self.role, device=device, size_bytes=size, run=run)
+        attempts = 0
 
         def work(connection: HandleConnection) -> Slab:
+            nonlocal attempts
+            attempts += 1
             request = pb.CreateSlabRequest(session=connection.session, slab=slab)
             try:
                 return connection.deposit(self._rpc(self._stub.CreateSlab, request).deposit_ticket, fd)
             except AlreadyExists:
                 # A first attempt may have succeeded and its answer been lost with the connection.
                 kept = next((found for found in self.list_slabs(name) if found.name == name), None)
+                if kept is None and attempts > 1:
+                    raise Unavailable(f"slab {name} is still on its way to the keeper") from None
                 if kept is None or kept.inode != os.fstat(fd).st_ino:
                     raise
                 return kept
@@ -172,8 +179,13 @@ class BrokerSession:
 
     def report_residency(self, entries: Sequence[ResidencyEntry]) -> None:
         """What this process holds outside slabs, in place of its last report. Repeated to a restarted broker."""
-        self._report = tuple(entries)
-        self._call(self._send_report)
+        before, self._report = self._report, tuple(entries)
+        try:
+            self._call(self._send_report)
+        except BadInput:
+            # Repeated to the next broker, it would be refused again, and with it every call.
+            self._report = before
+            raise
 
     def ledger(self, run: str = "") -> Ledger:
         answer = self._ask(self._stub.GetLedger, lambda _: pb.GetLedgerRequest(run=run))
@@ -187,7 +199,8 @@ class BrokerSession:
         self._closed = True
         os.write(self._wake_write, b"x")
         if self._watcher.ident is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(self._timeout_s)
+            # Not for a while only: it waits for descriptors that are closed below.
+            self._watcher.join()
         with self._connecting:
             if self._connection is not None:
                 self._connection.say_bye()
@@ -219,7 +232,7 @@ class BrokerSession:
         deadline = time.monotonic() + self._timeout_s
         while True:
             if self._closed:
-                raise Unavailable("the broker session is closed", reason="SESSION_CLOSED")
+                raise _closed()
             connection = failed
             try:
                 connection = self._connected(failed)
@@ -234,29 +247,42 @@ class BrokerSession:
     def _connected(self, failed: HandleConnection | None) -> HandleConnection:
         """The connection; a new one in place of `failed`."""
         with self._connecting:
-            if self._connection is not None and self._connection is not failed:
-                return self._connection
-            if self._connection is not None:
-                self._connection.shut()
-                self._connection = None
-            connection = HandleConnection(self._handle_socket, self.process, self.role, self._timeout_s)
-            self._connection = connection
-            self.generation += 1
-            self._take_up(connection)
-            return connection
+            if self._closed:
+                raise _closed()
+            if self._connection is None or self._connection is failed:
+                self._reconnect()
+            if not self._taken_up:
+                self._take_up(self._connection)
+            return self._connection
+
+    def _reconnect(self) -> None:
+        self._drop_connection()
+        self._connection = HandleConnection(self._handle_socket, self.process, self.role, self._timeout_s)
+        self.generation += 1
+        for lease_id, lease in list(self._leases.items()):
+            lease.lost = lease_id not in self._connection.resumed
+
+    def _drop_connection(self) -> None:
+        """Whoever waits for it returns. Closing it is the watching thread's."""
+        if self._connection is not None:
+            self._connection.shut()
+        self._connection, self._taken_up = None, False
 
     def _take_up(self, connection: HandleConnection) -> None:
-        """After a reconnect: which leases go on, and the report that the new broker lacks."""
-        known = dict(self._leases)
-        for lease_id, lease in known.items():
-            lease.lost = lease_id not in connection.resumed
-        with contextlib.suppress(Unavailable):
+        """After a reconnect: gives back the leases that nobody here knows of, and repeats the report. What fails is done by
+        the next call: gRPC may find the new broker later than the handle socket does."""
+        try:
             for lease_id in connection.resumed:
                 # Granted just before the loss: its answer never came.
-                if lease_id not in known:
+                if lease_id not in self._leases:
                     self._rpc(self._stub.ReleaseLease,
                               pb.ReleaseLeaseRequest(session=connection.session, lease_id=lease_id))
             self._send_report(connection)
+        except RollplexError as error:
+            if error.reason in _LOST:
+                self._drop_connection()
+            raise
+        self._taken_up = True
 
     def _send_report(self, connection: HandleConnection) -> None:
         if self._report is not None:
@@ -279,7 +305,7 @@ class BrokerSession:
         woken.register(self._wake_read, select.POLLIN)
         while not self._closed:
             connection = self._connection
-            if connection is None or connection is lost:
+            if connection is None or connection is lost or not self._taken_up:
                 try:
                     self._call(lambda _: None, failed=lost)
                 except RollplexError as error:
@@ -288,3 +314,7 @@ class BrokerSession:
             elif connection.wait_lost(self._wake_read):
                 connection.close()
                 lost = connection
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the broker session is closed", reason="SESSION_CLOSED")

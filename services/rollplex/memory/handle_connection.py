@@ -20,7 +20,9 @@ class HandleConnection:
 
     def __init__(self, path: Path, process: str, role: str, timeout_s: float) -> None:
         """Raises the broker's refusal, or Unavailable."""
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._ending = threading.Lock()
+        """While the socket is shut or closed: its number must not be another's by then."""
         self._timeout_s = timeout_s
         try:
             self._sock = connect(path, timeout_s=timeout_s)
@@ -62,15 +64,18 @@ class HandleConnection:
 
     def shut(self) -> None:
         """Breaks the connection; whoever waits for it returns."""
-        with contextlib.suppress(OSError):
+        with self._ending, contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Waits until nobody asks any more, which `shut` makes soon: a thread on its way into poll() knows the descriptor
+        by its number only, and would wait for whatever has that number next."""
         self.shut()
-        self._sock.close()
+        with self._asking, self._ending:
+            self._sock.close()
 
     def _ask(self, message: dict[str, Any], fd: int | None = None) -> tuple[dict[str, Any], int | None]:
-        with self._lock:
+        with self._asking:
             try:
                 send_frame(self._sock, message, fd)
                 frame = recv_frame(self._sock)

@@ -109,6 +109,7 @@ class CommandBoard:
                 continue
             command.aborting = True
             if self._waiting.pop(command.sequence, None) is command:
+                command.work = None
                 command.record(Aborted(f"epoch {command.epoch} ended before the command's turn",
                                        reason="COMMAND_ABORTED"))
         self._waiting.clear()
@@ -180,6 +181,9 @@ class CommandBoard:
             event = as_domain_error(error)
             log.warning("command %s failed: %s: %s", command.command_id, event.reason, event,
                         exc_info=event.reason == "INTERNAL")
+            # The outcome is kept for a while; the frames of its traceback hold graphs and pixels.
+            event.__cause__ = event.__context__ = None
+            event = event.with_traceback(None)
         command.loop.call_soon_threadsafe(command.record, event)
 
     def _expire(self, command: Command) -> None:
@@ -188,6 +192,7 @@ class CommandBoard:
         command.aborting = True
         if self._waiting.get(command.sequence) is command:
             del self._waiting[command.sequence]
+            command.work = None
         command.record(DeadlineExceeded(f"command {command.command_id} (sequence {command.sequence}) did not end in "
                                         f"time; the engine is at sequence {self.next_sequence}",
                                         reason="COMMAND_TIMEOUT", sequence=command.sequence))

@@ -20,9 +20,10 @@ _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 
 
 class Gate(aio.ServerInterceptor):
-    """Wraps every handler; `draining` is set once the server has begun to stop."""
+    """Wraps every handler. `loading` until the service is ready, `draining` once it has begun to stop."""
 
     def __init__(self) -> None:
+        self.loading = True
         self.draining = False
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]],
@@ -43,6 +44,8 @@ class Gate(aio.ServerInterceptor):
     def _admit(self, context: aio.ServicerContext) -> None:
         if self.draining:
             raise Unavailable("the service is draining", reason="DRAINING")
+        if self.loading:
+            raise Unavailable("the service is loading", reason="LOADING")
         if context.time_remaining() is None:
             raise BadInput("every call to Rollplex needs a deadline", reason="DEADLINE_REQUIRED")
 

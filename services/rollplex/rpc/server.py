@@ -34,6 +34,8 @@ class RunningServer:
         self._server, self._gate, self._health, self._names = server, gate, health_servicer, service_names
 
     async def ready(self) -> None:
+        """Calls are answered from here on."""
+        self._gate.loading = False
         for name in ["", *self._names]:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
@@ -72,7 +74,10 @@ def claim_unix_socket(path: Path) -> None:
 
 
 async def start_server(name: str, address: str, add_servicers: AddServicers) -> RunningServer:
-    """Binds and starts a server whose health is NOT_SERVING until `ready`. Raises BadInput for an address in use."""
+    """Binds and starts a server that answers UNAVAILABLE, and NOT_SERVING to health, until `ready`.
+
+    Raises BadInput for an address in use.
+    """
     check_address(address)
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))

@@ -68,6 +68,35 @@ def test_a_killed_broker_loses_nothing(mesh):
     assert new.generation > max(slab.generation for slab in slabs)
 
 
+def test_what_a_restarted_broker_must_hear_is_said_again_until_it_has_heard(mesh, monkeypatch):
+    """gRPC may find the new broker later than the handle socket does."""
+    session = mesh.session()
+    fill(session, "s", 1)
+    session.report_residency([ResidencyEntry("boundary_trainer", "trainer", "host", "hbm", 77, 77)])
+    held = session.lease("s", READ)
+    session._leases.clear()  # as if its answer had been lost
+    refusals = {"ReleaseLease": 1, "ReportResidency": 1}
+    rpc = session._rpc
+
+    def flaky_rpc(method, request):
+        name = type(request).__name__.removesuffix("Request")
+        if refusals.get(name):
+            refusals[name] -= 1
+            raise Unavailable("connection refused")
+        return rpc(method, request)
+
+    monkeypatch.setattr(session, "_rpc", flaky_rpc)
+    rows = session.ledger().rows
+    kill(mesh.broker)
+    mesh.start_broker()
+    assert session.ledger().rows == rows
+    assert session.generation == 2
+    assert refusals == {"ReleaseLease": 0, "ReportResidency": 0}
+    other = mesh.session("trainer-1")
+    other.lease("s", WRITE).release()
+    os.close(held.fd)
+
+
 def test_leases_of_other_processes_go_on_without_a_call(mesh):
     session, reader = mesh.session(), mesh.holder()
     fill(session, "s", 1)

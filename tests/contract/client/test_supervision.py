@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -15,7 +16,7 @@ from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, Unavailab
 from rollplex_client.cli import mesh, programs
 from rollplex_client.cli.mesh import bring_up, stop_timeout_s, wait_until_serving
 from rollplex_client.cli.programs import Program, service_config, supervisor_config
-from rollplex_client.cli.settings import Settings, parse_settings
+from rollplex_client.cli.settings import Settings, merged, parse_settings
 from rollplex_client.cli.supervision import Supervisor, claimed, listener_pid
 
 SERVING = """
@@ -27,11 +28,19 @@ run(serve("{name}", f"unix:{{directory}}/{name}.sock", lambda server: []))
 """
 
 
+SMALL_MODEL = {"model_type": "qwen2_5_vl", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 203,
+               "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}}
+
+
 @pytest.fixture
 def settings() -> Iterator[Settings]:
     with tempfile.TemporaryDirectory(prefix="rp-") as folder:
-        (Path(folder) / "model").mkdir()
-        (Path(folder) / "model" / "config.json").write_text("{}")
+        model = Path(folder) / "model"
+        model.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "model.safetensors"):
+            (model / name).touch()
+        (model / "config.json").write_text(json.dumps(SMALL_MODEL))
         yield parse_settings({"mesh": {"runtime_dir": f"{folder}/rt", "drain_timeout_s": 1.0},
                               "model": {"checkpoint": f"{folder}/model"}})
 
@@ -121,6 +130,31 @@ def test_no_model_or_no_checkpoint_is_refused_before_anything_starts(settings, t
         with pytest.raises(BadInput, match=words):
             bring_up(parse_settings(data | {"mesh": {"runtime_dir": str(tmp_path / "rt")}}), timeout_s=1)
     assert not (tmp_path / "rt").exists()
+
+
+def test_an_incomplete_checkpoint_or_another_model_is_refused_before_anything_starts(settings):
+    model = settings.sections["model"].checkpoint
+    for name, content, words in (("config.json", '{"model_type": "llava"}', "llava"), ("model.safetensors", None, "safetensors"),
+                                 ("tokenizer.json", None, "tokenizer.json"),
+                                 ("model.safetensors.index.json", '{"weight_map": {"a": "1.safetensors"}}', "1.safetensors")):
+        before = (model / name).read_text() if (model / name).exists() else None
+        (model / name).unlink() if content is None else (model / name).write_text(content)
+        with pytest.raises(BadInput, match=words):
+            bring_up(settings, timeout_s=1)
+        (model / name).unlink(missing_ok=True) if before is None else (model / name).write_text(before)
+    assert not settings.mesh.runtime_dir.exists()
+
+
+def test_a_port_in_use_is_named_before_anything_starts(settings):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        busy = merged(settings, {"mesh": {"addresses": [f"trainer-0={address}"]}})
+        with pytest.raises(BadInput, match=f"trainer-0 cannot listen on {address}") as refused:
+            bring_up(busy, timeout_s=1)
+        assert refused.value.reason == "ADDRESS_IN_USE"
+    mesh.check_ports(busy)
 
 
 def test_the_supervisor_runs_every_rank_with_this_interpreter():

@@ -12,7 +12,7 @@ from stub_mesh import stub_mesh, text_rows
 
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.records import IterationKey, IterationState, Note, PhaseSpan, RewardRegistration, RunState
-from rollplex.core.errors import AlreadyExists, BadInput, NotFound, WrongState
+from rollplex.core.errors import AlreadyExists, BadInput, NotFound, Unavailable, WrongState
 from rollplex.data.rows import PromptRow
 
 
@@ -155,21 +155,67 @@ async def test_an_update_that_breaks_off_is_rolled_forward(mesh):
     assert await mesh.coordinator.journal.open_update("run") is None
 
 
-async def test_an_update_that_cannot_be_finished_leaves_the_run_recovering_and_a_restart_rolls_it_forward(mesh):
+async def break_updates(mesh):
+    """Submits an iteration whose update fails as often as it is tried; returns it once the run is RECOVERING."""
     def fail(context):
         raise RuntimeError("half way")
 
     mesh.trainer.hooks["apply_update"] = fail
     await open_run(mesh)
-    failed = await iterate(mesh)
-    assert failed.state is IterationState.FAILED
-    assert mesh.coordinator.run("run").state is RunState.RECOVERING
-    with pytest.raises(WrongState, match="recovering"):
+    iteration, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
+    async for event in mesh.coordinator.watch("run", 0):
+        if isinstance(event.body, Note) and "tried again" in event.body.message:
+            break
+    return iteration
+
+
+async def test_a_recovering_run_takes_nothing_and_goes_on_by_itself(mesh):
+    iteration = await break_updates(mesh)
+    with pytest.raises(Unavailable) as refused:
         await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    assert refused.value.reason == "RUN_RECOVERING"
+    with pytest.raises(WrongState, match="only goes forward"):
+        await mesh.coordinator.cancel(iteration.key)
+    with pytest.raises(WrongState, match="busy"):
+        await open_run(mesh, "other")
     mesh.trainer.hooks.clear()
-    await mesh.restart()
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
     assert (mesh.coordinator.run("run").state, mesh.coordinator.run("run").snapshot) == (RunState.ACTIVE, 1)
     assert (await iterate(mesh)).state is IterationState.DONE
+
+
+async def test_a_restarted_coordinator_rolls_an_open_update_forward_and_calls_its_iteration_done(mesh):
+    iteration = await break_updates(mesh)
+    await mesh.restart()
+    mesh.trainer.hooks.clear()
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
+    assert (mesh.coordinator.run("run").state, mesh.coordinator.run("run").snapshot) == (RunState.ACTIVE, 1)
+    assert (await iterate(mesh)).state is IterationState.DONE
+
+
+async def test_an_iteration_whose_update_is_published_is_done_whatever_follows(mesh):
+    def fail_after_the_update(context):
+        if mesh.trainer.calls.count("apply_update") == 1:
+            raise RuntimeError("late")
+
+    mesh.rollout.hooks["bind_snapshot"] = fail_after_the_update
+    await open_run(mesh)
+    assert (await iterate(mesh)).state is IterationState.DONE
+    assert mesh.coordinator.run("run").snapshot == 1
+    mesh.rollout.hooks.clear()
+    assert (await iterate(mesh)).state is IterationState.DONE
+
+
+async def test_an_iteration_that_breaks_off_between_its_updates_says_that_weights_moved(mesh):
+    def fail_second(context):
+        if mesh.trainer.calls.count("train_suffix") == 2:
+            raise RuntimeError("second mini-batch")
+
+    mesh.trainer.hooks["train_suffix"] = fail_second
+    await open_run(mesh, optimizer={"updates_per_iteration": 2})
+    failed = await iterate(mesh, text_rows(4))
+    assert (failed.state, failed.error.reason) == (IterationState.FAILED, "UPDATED_IN_PART")
+    assert mesh.coordinator.run("run").snapshot == 1
 
 
 async def test_groups_without_signal_are_counted_and_can_be_filtered(mesh):
@@ -314,14 +360,66 @@ async def test_a_restarted_coordinator_fails_what_ran_and_goes_on_with_what_was_
     await open_run(mesh)
     running, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
     queued, _ = await mesh.coordinator.submit("run", text_rows(2), "", validation=False)
+    dropped, _ = await mesh.coordinator.submit("run", text_rows(2), "", validation=False)
     await asyncio.sleep(0.2)
-    mesh.coordinator._clean_up = mesh.coordinator._end = lambda *_: asyncio.sleep(0)  # as if killed: no last words
+    assert await mesh.coordinator.cancel(dropped.key) is IterationState.CANCELLED
     mesh.rollout.last_token_gate.set()
-    await mesh.restart()
     mesh.rollout.last_token_gate = None
+    await mesh.restart()
     assert (await mesh.finished(queued.key)).state is IterationState.DONE
     failed = await mesh.coordinator.iteration(running.key)
     assert (failed.state, failed.error.reason) == (IterationState.FAILED, "COORDINATOR_RESTARTED")
+    assert (await mesh.coordinator.iteration(dropped.key)).state is IterationState.CANCELLED
+    assert mesh.trainer.calls.count("train_suffix") == 1
+
+
+async def test_a_client_that_goes_away_leaves_nothing_half_done(mesh):
+    """Submitting goes on without its caller: the iteration is there, once, and runs."""
+    await open_run(mesh)
+    caller = asyncio.create_task(mesh.coordinator.submit("run", text_rows(50), "gone", validation=False))
+    await asyncio.sleep(0.005)
+    caller.cancel()
+    iteration, _ = await mesh.coordinator.submit("run", text_rows(50), "gone", validation=False)
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
+    assert mesh.rollout.calls.count("generate") == 1
+    assert mesh.coordinator.run("run").next_iteration == 1
+
+
+async def test_cancelling_twice_and_during_clean_up_ends_once(mesh):
+    mesh.rollout.last_token_gate = threading.Event()
+    mesh.trainer.hooks["quiesce"] = lambda context: threading.Event().wait(0.2)
+    await open_run(mesh)
+    running, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
+    await asyncio.sleep(0.1)
+    states = await asyncio.gather(*(mesh.coordinator.cancel(running.key) for _ in range(3)))
+    assert states == [IterationState.CANCELLED] * 3
+    assert (await mesh.coordinator.journal.iteration(running.key)).state is IterationState.CANCELLED
+
+
+async def test_a_run_that_cannot_open_leaves_the_open_one(mesh):
+    await open_run(mesh, "one")
+    await mesh.coordinator.mesh.reference.close()
+    mesh.coordinator.mesh.reference = type(mesh.coordinator.mesh.trainer)(
+        "reference", {"reference-0": "127.0.0.1:1"}, lambda channel: None)
+    with pytest.raises(Unavailable):
+        await open_run(mesh, "two", loss={"kl_coef": 0.1})
+    assert mesh.coordinator.run("one").state is RunState.ACTIVE
+    assert (await iterate(mesh, name="one")).state is IterationState.DONE
+
+
+async def test_without_any_score_nothing_is_learned(mesh):
+    mesh.reward.value = lambda item: None
+    await open_run(mesh)
+    done = await iterate(mesh)
+    assert (done.state, done.metrics["rollplex/update_skipped"]) == (IterationState.DONE, 1.0)
+    assert "apply_update" not in mesh.trainer.calls
+    assert mesh.coordinator.run("run").snapshot == 0
+
+
+async def test_a_monstrous_reward_is_unscored(mesh):
+    mesh.reward.value = lambda item: 1e200 if item.sample_index == 1 else 0.0
+    await open_run(mesh)
+    assert (await iterate(mesh)).metrics["reward/unscored_count"] == 3.0
 
 
 async def test_events_are_numbered_without_gaps_and_resume(mesh):

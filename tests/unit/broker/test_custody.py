@@ -164,6 +164,32 @@ async def test_a_released_lease_is_not_redeemed(custody):
         custody.redeem(session, ticket)
 
 
+async def test_a_lease_that_nobody_redeemed_ends_with_its_ticket(custody, clock):
+    session, _ = connect(custody, "trainer-0")
+    other, _ = connect(custody, "trainer-1")
+    await make(custody, session, "s")
+    _, redeemed, _ = await custody.acquire(session.secret, "s", READ, None, None)
+    os.close(custody.redeem(session, redeemed)[2])
+    granted, late, _ = await custody.acquire(session.secret, "s", WRITE, None, None)
+    clock.now_s = 31.0
+    with pytest.raises(Forbidden, match="expired"):
+        custody.redeem(session, late)
+    await lease(custody, other, "s", READ)
+    assert granted.lease_id not in custody.leases.by_id
+    assert len(custody.leases.on_slab("s")) == 2, "the one that was redeemed stays"
+
+
+async def test_an_announcement_whose_ticket_came_late_is_taken_back(custody, clock):
+    session, _ = connect(custody, "trainer-0")
+    slab = Slab("s", "gradients", "", "host", 1000)
+    late = custody.announce(session.secret, slab)
+    clock.now_s = 31.0
+    with pytest.raises(Forbidden, match="expired"):
+        await custody.deposit(session, late, -1)
+    custody.announce(session.secret, slab)
+    assert custody.slabs.host_bytes == 1000
+
+
 async def test_actor_rules(custody):
     trainer, _ = connect(custody, "trainer-0")
     rollout, _ = connect(custody, "rollout-0", role="rollout")

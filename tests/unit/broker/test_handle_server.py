@@ -64,6 +64,18 @@ async def test_the_end_of_a_connection_ends_its_session(served):
     assert custody.sessions.by_process == {}
 
 
+async def test_a_bug_ends_the_connection_instead_of_the_answer(served, monkeypatch):
+    custody, path = served
+    sock = dial(path)
+    send_frame(sock, {"op": "hello", "process": "trainer-0", "role": "trainer"})
+    await recv_frame_async(sock, 2)
+    monkeypatch.setattr(custody, "redeem", lambda session, ticket: {}["bug"])
+    send_frame(sock, {"op": "redeem", "ticket": "ticket-1"})
+    assert await recv_frame_async(sock, 2) is None
+    assert custody.sessions.by_process == {}
+    sock.close()
+
+
 async def test_two_connections_of_one_name_do_not_chase_each_other(served):
     _, path = served
     first, second = dial(path), dial(path)

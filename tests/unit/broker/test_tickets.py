@@ -44,7 +44,8 @@ def test_another_purpose_is_refused(book):
 def test_expired(book):
     ticket = book.issue(Purpose.REDEEM, "lease-1", "one#1", 0.0)
     assert refused(book, ticket, now_s=30.1) == "TICKET_EXPIRED"
-    assert refused(book, ticket, now_s=1.0) == "TICKET_UNKNOWN"
+    assert [claim.subject for claim in book.expire(30.1)] == ["lease-1"], "it is there to be taken back"
+    assert refused(book, ticket, now_s=30.1) == "TICKET_UNKNOWN"
 
 
 def test_expire_and_drop_return_the_claims(book):

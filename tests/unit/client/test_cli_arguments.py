@@ -12,7 +12,9 @@ from rollplex_client.cli.arguments import build_parser
 
 COMMANDS = {"up": [], "down": [], "status": [], "logs": [], "restart": ["trainer-0"], "runs": [],
             "samples": ["r", "0"], "report": ["r", "--out", "x.html"], "export": ["r", "out"],
-            "reward list": [], "reward remove": ["x"], "reward add": ["x", "unix:/x"], "train": ["--data", "nothing.json"]}
+            "reward list": [], "reward remove": ["x"], "reward add": ["x", "unix:/x"], "train": ["--data", "nothing.json"],
+            "layout": ["--model", "nothing", "--train-tp", "2", "--rollout-tp", "1"],
+            "plan": ["--model", "nothing", "--train-tp", "2", "--rollout-tp", "1"]}
 
 
 def test_shared_options_stand_before_or_after_the_command():

@@ -59,7 +59,8 @@ class Recording:
         texts = [group.messages[0]["content"][0]["text"] for group in groups]
         refused = [index for index, text in enumerate(texts) if text in self.bad]
         if refused:
-            raise BadInput("refused", reason="MEDIA_EMPTY", indices=",".join(map(str, refused)))
+            raise BadInput(f"{len(refused)} of {len(texts)} prompts are refused. prompt {refused[0]}: broken",
+                           reason="MEDIA_EMPTY", indices=",".join(map(str, refused)))
         self.log.append((what, texts))
         return IterationHandle("r", len(self.log), what == "validate", 0)
 
@@ -97,6 +98,33 @@ def test_refused_prompts_end_a_run_unless_they_may_be_left_out():
     assert len(client.log) == 5
     assert not {"3", "7"} & set(trained)
     assert {"0", "9"} <= set(trained)
+
+
+def test_refused_rows_are_named_by_their_number_in_the_file():
+    seen = Refusals()
+    rows = [100 + index for index in range(10)]
+    with pytest.raises(BadInput, match=r"^row 103: broken; row 104: refused as others are \(MEDIA_EMPTY\)$"):
+        TrainingLoop(Recording({"3", "4"}), plan(rows=rows, shuffle=False, groups_per_iteration=6), seen).train(run_at(0))
+    loop_ = TrainingLoop(Recording({"1"}), plan(rows=rows, heldout=PROMPTS[:2]), seen, filter_bad=True)
+    loop_.train(run_at(0))
+    assert [(item.row, item.reason) for item in seen.items] == [("held-out row 1", "broken"), ("row 101", "broken")]
+
+
+def test_an_iteration_of_refused_prompts_takes_those_that_follow():
+    client = Recording({"0", "1", "2", "3"})
+    TrainingLoop(client, plan(shuffle=False, groups_per_iteration=2), Silent(), filter_bad=True).train(run_at(0))
+    assert [texts for _, texts in client.log] == [["4", "5"]] * 3 + [["6", "7"], ["8", "9"]]
+    everything = {str(index) for index in range(10)}
+    with pytest.raises(BadInput, match="no usable row is left, 10 are refused; row 0: broken"):
+        TrainingLoop(Recording(everything), plan(shuffle=False), Silent(), filter_bad=True).train(run_at(0))
+
+
+class Refusals(Silent):
+    def __init__(self) -> None:
+        self.items = []
+
+    def on_refused(self, refusals):
+        self.items += refusals
 
 
 def test_an_iteration_is_repeated_when_a_service_is_lost_under_it(monkeypatch):

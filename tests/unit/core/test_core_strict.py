@@ -22,13 +22,17 @@ def test_unknown_key_names_the_nearest():
     ({"deterministic": 1}, "deterministic must be of type bool"),
     ({"seed": True}, "seed must be of type int"),
     ({"sampling": []}, "sampling must be a table"),
-    ({"sampling": {"samples_per_group": 1}}, "samples_per_group is 1; it must be at least 2"),
+    ({"sampling": {"samples_per_group": 1}}, "samples_per_group is 1; it must be finite and at least 2"),
     ({"sampling": {"top_p": 0.9}}, "truncate the distribution"),
     ({"sampling": {"temperature": 0.0}}, "temperature is 0.0"),
     ({"loss": {"aggregation": "mean"}}, "aggregation is 'mean'"),
     ({"loss": {"dual_clip": 0.5}}, "dual_clip is 0.5"),
     ({"optimizer": {"schedule": "cosine"}}, "needs total_steps"),
     ({"optimizer": {"beta1": 1.0}}, "beta1 is 1.0"),
+    ({"loss": {"importance_cap": -1.0}}, "importance_cap is -1.0"),
+    ({"optimizer": {"vision_learning_rate": -1.0}}, "vision_learning_rate is -1.0"),
+    ({"optimizer": {"learning_rate": float("inf")}}, "learning_rate is inf"),
+    ({"optimizer": {"epsilon": 0.0}}, "epsilon is 0.0"),
     ({"schedule": "parallel"}, "schedule is 'parallel'"),
 ])
 def test_wrong_values_say_what_is_wrong(data, text):

@@ -39,6 +39,7 @@ async def server(tmp_path):
 
     running = await start_server("reward", f"unix:{tmp_path}/run/reward.sock", add)
     running.reward = reward
+    await running.ready()
     yield running
     reward.release.set()
     await running.drain(0.1)
@@ -69,12 +70,21 @@ async def test_a_call_without_deadline_is_refused(server):
     assert error_from_rpc(failure.value).reason == "DEADLINE_REQUIRED"
 
 
-async def test_health_follows_ready(server):
-    health = health_pb2_grpc.HealthStub(aio_channel(server.address))
+async def test_until_it_is_ready_a_server_says_so_and_answers_nothing(tmp_path):
+    def add(grpc_server):
+        reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Reward(), grpc_server)
+        return ["rollplex.v1.RewardService"]
+
+    running = await start_server("reward", f"unix:{tmp_path}/run/reward.sock", add)
+    health = health_pb2_grpc.HealthStub(aio_channel(running.address))
     request = health_pb2.HealthCheckRequest(service="rollplex.v1.RewardService")
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    await server.ready()
+    with pytest.raises(grpc.RpcError) as failure:
+        await stub_of(running).Score(reward_service_pb2.ScoreRequest(), timeout=5)
+    assert error_from_rpc(failure.value).reason == "LOADING"
+    await running.ready()
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+    await running.drain(0.1)
 
 
 async def test_drain_lets_running_calls_end_and_refuses_new_ones(server):

@@ -89,7 +89,7 @@ def test_gradient_lands_in_the_slab(opened):
 
 @pytest.mark.parametrize("fields", [
     {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 3}, {"saved_activations": "recompute"},
-    {"saved_activations": "offload"},
+    {"saved_activations": "offload"}, {"saved_activations": "from_inputs"},
 ], ids=str)
 def test_ways_of_computing_agree(opened, fields):
     """float64; sums in another order differ by 1e-16 an operation, so 1e-12 of the largest entry leaves ample room."""

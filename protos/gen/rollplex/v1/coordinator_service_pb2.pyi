@@ -130,14 +130,12 @@ class MediaSource(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., frame_paths: _Optional[_Iterable[str]] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., total_pixels: _Optional[int] = ..., min_frames: _Optional[int] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("name", "config_json", "replace_open_run")
+    __slots__ = ("name", "config_json")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_OPEN_RUN_FIELD_NUMBER: _ClassVar[int]
     name: str
     config_json: str
-    replace_open_run: bool
-    def __init__(self, name: _Optional[str] = ..., config_json: _Optional[str] = ..., replace_open_run: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., config_json: _Optional[str] = ...) -> None: ...
 
 class CreateRunResponse(_message.Message):
     __slots__ = ("run",)

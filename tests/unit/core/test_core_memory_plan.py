@@ -1,0 +1,159 @@
+"""The memory plan: the paper's Table 1, what fits, what is chosen, and what is advised where nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollplex.core.errors import BadInput
+from rollplex.core.memory_plan import ACTIVATIONS, GRADIENTS, REFERENCE, RUNTIME, Choice, advice, make_plan
+from rollplex.core.memory_sizes import GIB, PLAN_SCHEDULES, PlanInput, Sizes, Work
+from rollplex.core.model_layout import MEGATRON_FUSED
+from rollplex.core.naive_overlap import UNDETERMINED, Source, naive_overlap
+from rollplex.core.residency import CONTRACT
+from rollplex.core.topology import Topology
+from rollplex_client.cli.published import model_shapes
+
+WORK = Work(groups=32, samples=8, prompt_tokens=8192, response_tokens=2048, micro_batch_samples=8)
+
+
+def paper(**changes) -> PlanInput:
+    """The paper's node: 32B, TP 8 over 4, eight 80 GB GPUs, 1.4 TB of host memory, 32 prompts of 8k + 2k tokens."""
+    given = {"shapes": model_shapes("Qwen2.5-VL-32B"), "topology": Topology(8, 4), "gpus": 8, "hbm_bytes": 80 * GIB,
+             "host_bytes": 1400 * GIB, "runtime_bytes": 4 * GIB, "work": WORK}
+    return PlanInput(**(given | changes))
+
+
+def one_7b(**changes) -> PlanInput:
+    given = {"shapes": model_shapes("Qwen2.5-VL-7B"), "topology": Topology(), "gpus": 1, "hbm_bytes": 139 * GIB,
+             "host_bytes": 128 * GIB, "work": replace(WORK, prompt_tokens=4096, response_tokens=225)}
+    return paper(**(given | changes))
+
+
+def test_the_papers_table_1():
+    """The paper's rows are those of 32.5 B parameters, the size Qwen states; its classes (and we) count 32.76 B."""
+    rows = [row for row in naive_overlap(paper()) if row.source is Source.MODEL]
+    assert [row.component for row in rows] == ["bfloat16 weights", "gradient buffer", "master weights", "Adam moments",
+                                               "bfloat16 weights", "bfloat16 weights"]
+    published = [7.6, 15.1, 15.1, 30.3, 7.6, 15.1]
+    assert [row.nominal_bytes / GIB for row in rows] == pytest.approx(published, abs=0.1)
+    assert [row.language_bytes / GIB for row in rows] == pytest.approx([7.63, 15.26, 15.26, 30.52, 7.63, 15.26], abs=0.01)
+    assert [row.language_bytes / GIB for row in rows] == pytest.approx(published, rel=0.011)
+    assert [row.tower_bytes / GIB for row in rows] == pytest.approx([1.28, 2.57, 2.57, 5.13, 1.28, 1.28], abs=0.01)
+
+
+def test_rows_that_a_config_does_not_determine():
+    rows = {row.component: row for row in naive_overlap(paper())}
+    assert rows["preserved prefix KV (all boundaries)"].size_bytes == 16 * GIB
+    assert set(UNDETERMINED) <= set(rows)
+    assert rows["runtime buffers"].size_bytes == 4 * GIB
+    assert sum(row.language_bytes for row in rows.values()) > 2 * 64 * GIB
+    assert not [row for row in naive_overlap(paper(reference=False)) if row.role == "reference"]
+    frozen = {row.component: row.tower_bytes for row in naive_overlap(paper(freeze_vision=True))}
+    assert frozen["gradient buffer"] == frozen["Adam moments"] == 0 < frozen["bfloat16 weights"]
+
+
+def test_the_papers_node_fits():
+    plan = make_plan(paper())
+    assert plan.fits and plan.kv_share == 1 and advice(plan) == []
+    assert plan.choice == Choice("hbm", "pinned", "from_inputs")
+    columns = {column.name: column.hbm for column in plan.columns}
+    assert list(columns) == ["OVERLAP", "SUFFIX", "PREFIX BACKWARD", "UPDATE"]
+    assert "gradients" not in columns["OVERLAP"] and "rollout_kv" not in columns["SUFFIX"]
+    assert set(columns["UPDATE"]) == {"actor_snapshot", "gradients", "optimizer_state", RUNTIME}
+    assert columns["OVERLAP"]["actor_snapshot"] / GIB == pytest.approx(15.26 + 1.28, abs=0.01)
+    assert columns["UPDATE"]["optimizer_state"] < GIB < plan.host["optimizer_state"] / 400
+
+
+def test_host_bytes_of_7b_are_the_designs():
+    sizes = Sizes(one_7b())
+    assert (sizes.master + sizes.moments) / GIB == pytest.approx(93, abs=0.5)
+    assert sizes.gradients / GIB == pytest.approx(31, abs=0.5)
+    assert sizes.training_weights / GIB == pytest.approx(15.4, abs=0.1)
+    plan = make_plan(one_7b())
+    assert plan.fits and (plan.choice.gradients, plan.choice.reference) != ("pinned", "pinned")
+
+
+def test_fused_training_keeps_its_incompatible_tensors_apart():
+    snapshots = [make_plan(paper(train_layout=layout)).columns[0].hbm["actor_snapshot"] for layout in ("split", MEGATRON_FUSED)]
+    assert (snapshots[1] - snapshots[0]) / GIB == pytest.approx(2.349268992e9 / 8 * 2 / GIB, abs=0.01)
+
+
+def test_moments_shrink_only_when_asked():
+    assert make_plan(paper(host_bytes=400 * GIB)).given.moments_dtype == "float32"
+    full, half = (Sizes(paper(moments_dtype=kind)) for kind in ("float32", "bfloat16"))
+    assert (full.moments, full.master) == (2 * half.moments, half.master)
+
+
+def test_less_kv_makes_samples_wait_down_to_one_group():
+    plan = make_plan(paper(work=replace(WORK, groups=16, samples=64), hbm_bytes=70 * GIB))
+    assert plan.fits and 0 < plan.kv_share < 1
+    assert plan.columns[0].hbm["rollout_kv"] >= Sizes(plan.given).group_kv
+    assert plan.columns[0].total <= plan.given.hbm_bytes
+
+
+def test_explicit_choices_are_kept():
+    for choice in Choice().settled():
+        plan = make_plan(one_7b(hbm_bytes=1500 * GIB, host_bytes=600 * GIB), choice)
+        assert plan.choice == choice and plan.fits
+        assert ("gradients" in plan.host) is (choice.gradients == "pinned")
+        assert ("reference_weights" in plan.host) is (choice.reference == "pinned")
+        assert ("pinned_pool" in plan.host) is (choice.activations == "offload")
+        update = next(column for column in plan.columns if column.name == "UPDATE")
+        assert ("reference_weights" in update.hbm) is (choice.reference == "resident")
+
+
+@pytest.mark.parametrize("schedule", PLAN_SCHEDULES)
+def test_every_schedule_keeps_to_the_contract(schedule):
+    for choice in Choice(reference="pinned").settled():
+        for column in make_plan(paper(schedule=schedule), choice).columns:
+            assert all(name == RUNTIME or column.phase in CONTRACT[name].hot for name in column.hbm)
+
+
+def test_serial_and_disaggregated_split_the_overlap():
+    serial = {column.name: column.hbm for column in make_plan(paper(schedule="serial")).columns}
+    assert set(serial["ROLLOUT"]) == {"actor_snapshot", "rollout_kv", RUNTIME}
+    assert "rollout_kv" not in serial["PREFIX"] and "boundary_trainer" in serial["PREFIX"]
+    apart = make_plan(paper(schedule="disaggregated", rollout_gpus=4))
+    columns = {column.name: column.hbm for column in apart.columns}
+    assert columns["OVERLAP"]["actor_snapshot"] == Sizes(apart.given).training_weights
+    assert set(columns["ROLLOUT GPU"]) == {"actor_snapshot", "rollout_kv", RUNTIME}
+
+
+def test_more_memory_never_stops_fitting():
+    fits = [make_plan(paper(hbm_bytes=size * GIB)).fits for size in range(30, 120, 5)]
+    assert fits == sorted(fits) and fits[0] is False and fits[-1] is True
+
+
+def test_what_does_not_fit_is_told_what_to_change():
+    plan = make_plan(paper(hbm_bytes=56 * GIB))
+    assert plan.hbm_over and not plan.fits
+    tips = advice(plan)
+    groups = next(int(tip.split()[1].rstrip(":")) for tip in tips if tip.startswith("--groups"))
+    for count, expected in ((groups, True), (groups + 1, False)):
+        assert make_plan(paper(hbm_bytes=56 * GIB, work=replace(WORK, groups=count))).fits is expected
+    assert {"--micro-batch-samples 4: fits", "--train-tp 8 --rollout-tp 8: fits"} <= set(tips)
+
+
+def test_what_lacks_host_memory_is_told_what_to_change():
+    plan = make_plan(paper(host_bytes=400 * GIB))
+    assert plan.host_over and "--moments bfloat16: fits" in advice(plan)
+    hopeless = advice(make_plan(paper(host_bytes=20 * GIB)))
+    assert hopeless and all("still lacks" in tip for tip in hopeless)
+    forced = Choice(activations="keep")
+    assert "--gradients, --reference and --activations at auto: fits" in advice(make_plan(paper(), forced), forced)
+
+
+@pytest.mark.parametrize(("build", "words"), [
+    (lambda: paper(gpus=12), "gpus is 12; it must be a positive multiple of TP 8"),
+    (lambda: paper(schedule="disaggregated", rollout_gpus=6), "rollout_gpus is 6"), (lambda: paper(schedule="x"), "'x' is none"),
+    (lambda: paper(hbm_bytes=0), "hbm_bytes is 0"), (lambda: replace(WORK, groups=0), "groups is 0"),
+    (lambda: Choice(gradients="disk"), "gradients 'disk' is none of auto, hbm, pinned")])
+def test_bad_requests_are_refused_with_the_numbers(build, words):
+    with pytest.raises(BadInput, match=words):
+        build()
+
+
+def test_choices_are_all_tried_once():
+    assert len(set(Choice().settled())) == len(GRADIENTS) * len(REFERENCE) * len(ACTIVATIONS)
