@@ -38,6 +38,19 @@ ACTOR_BYTES = 4096
 
 
 @dataclass
+class StubCommunicator:
+    """Notes the epochs that its engine was to join."""
+
+    announced: list[int] = field(default_factory=list)
+
+    def announce(self, epoch: int) -> None:
+        self.announced.append(epoch)
+
+    def enter(self, epoch: int) -> None:
+        """There is nobody to meet."""
+
+
+@dataclass
 class Stub:
     """What the three stub engines share. `hooks` run on the owner thread before a method's answer."""
 
@@ -53,6 +66,7 @@ class Stub:
     calls: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
+    communicator: StubCommunicator = field(default_factory=StubCommunicator)
 
     def __post_init__(self) -> None:
         """For what a role keeps beside the above."""

@@ -54,7 +54,7 @@ class EngineGroup:
     async def ensure_joined(self) -> bool:
         """True when the group is in a new epoch: a rank was replaced, or the last command broke off."""
         if not self._must_rejoin:
-            answers = await asyncio.gather(*(rank.join(self._epoch, JOIN_TIMEOUT_S) for rank in self.ranks))
+            answers = await asyncio.gather(*(rank.ask(JOIN_TIMEOUT_S) for rank in self.ranks))
             if all(rank.joined and answer.instance_id == rank.joined.instance_id
                    for rank, answer in zip(self.ranks, answers)):
                 self._remember(answers)
@@ -63,21 +63,22 @@ class EngineGroup:
         return True
 
     async def _join_new_epoch(self) -> None:
-        epoch = self._epoch + 1
+        self._must_rejoin = True
         while True:
+            # No epoch is tried twice: a rank that came and went again would be waited for.
+            self._epoch += 1
             try:
-                answers = await asyncio.gather(*(rank.join(epoch, JOIN_TIMEOUT_S) for rank in self.ranks))
+                answers = await asyncio.gather(*(rank.join(self._epoch, JOIN_TIMEOUT_S) for rank in self.ranks))
             except WrongState as error:
                 # An earlier coordinator went further than this one knows.
-                epoch = int(error.metadata["epoch"]) + 1
+                self._epoch = int(error.metadata["epoch"])
                 continue
+            # Else the epoch is an earlier coordinator's: its commands would stand in our order.
             if all(answer.next_sequence == 1 for answer in answers):
                 break
-            # The epoch is an earlier coordinator's: its commands would stand in our order.
-            epoch += 1
         self._check(answers)
         self._remember(answers)
-        self._epoch, self._sequence, self._must_rejoin = epoch, 0, False
+        self._sequence, self._must_rejoin = 0, False
 
     def _check(self, answers: Sequence[phase_service_pb2.JoinResponse]) -> None:
         if len({answer.layout_hash for answer in answers}) > 1:
@@ -136,7 +137,7 @@ class EngineGroup:
         """The error to raise: of a rank that is gone if there is one, else of one that did not only miss its peers."""
         lost = []
         if len(self.ranks) > 1:
-            answers = await asyncio.gather(*(rank.lost(self._epoch) for rank in self.ranks))
+            answers = await asyncio.gather(*(rank.lost() for rank in self.ranks))
             lost = [rank for rank, is_lost in zip(self.ranks, answers) if is_lost]
         blamed = min(failures, key=lambda rank: (rank not in lost, failures[rank].reason in PEER_REASONS, rank.index))
         where = f"in {place.phase.name}"

@@ -48,6 +48,10 @@ class Rank:
         self.joined: phase_service_pb2.JoinResponse | None = None
         self._lost_since: float | None = None
 
+    async def ask(self, timeout_s: float) -> phase_service_pb2.JoinResponse:
+        """As `join`, but nothing is joined: a process that was replaced must not come to its predecessor's epoch."""
+        return await self.join(0, timeout_s)
+
     async def join(self, epoch: int, timeout_s: float) -> phase_service_pb2.JoinResponse:
         """Raises Unavailable, naming the rank, when it does not answer in time."""
         try:
@@ -59,10 +63,10 @@ class Rank:
                 raise self._unreachable() from error
             raise domain_error from error
 
-    async def lost(self, epoch: int) -> bool:
+    async def lost(self) -> bool:
         """Whether the process that joined is gone, or stopped: it does not answer, or another one does."""
         try:
-            answer = await self.phase.Join(phase_service_pb2.JoinRequest(epoch=epoch), timeout=PROBE_TIMEOUT_S)
+            answer = await self.phase.Join(phase_service_pb2.JoinRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError as error:
             return isinstance(error_from_rpc(error), DeadlineExceeded | Unavailable)
         return self.joined is None or answer.instance_id != self.joined.instance_id

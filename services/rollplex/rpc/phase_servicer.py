@@ -106,7 +106,8 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
 
     async def Join(self, request: phase_service_pb2.JoinRequest,
                    context: aio.ServicerContext) -> phase_service_pb2.JoinResponse:
-        self._host.join(request.epoch)
+        if request.epoch:
+            self._host.join(request.epoch)
         engine = self._host.engine
         return phase_service_pb2.JoinResponse(
             instance_id=self._host.instance_id, role=engine.role, rank=engine.rank,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from stub_mesh import stub_mesh, text_rows
 
-from rollplex.coordinator import ranks
+from rollplex.coordinator import peers, ranks
 from rollplex.coordinator.records import IterationState
 from rollplex.core import work
 from rollplex.core.errors import BadInput, DeadlineExceeded, InternalError, WrongState
@@ -254,3 +254,29 @@ async def test_rollout_on_devices_of_its_own_takes_schedule_disaggregated_only(t
             await open_run(own, schedule="overlap")
         await open_run(own, schedule="disaggregated")
         assert (await iterate(own)).state is IterationState.DONE
+
+
+async def test_a_replaced_rank_never_joins_its_predecessors_epoch(mesh):
+    """A lone rank that came to an old epoch would wait there for the others."""
+    await open_run(mesh)
+    await iterate(mesh)
+    await mesh.kill("trainer-1")
+    replaced = await mesh.replace("trainer-1")
+    group = mesh.coordinator.mesh.trainer
+    before = group._epoch
+    assert (await iterate(mesh)).state is IterationState.DONE
+    assert replaced.communicator.announced == [before + 1] == [group._epoch]
+
+
+async def test_an_epoch_that_not_all_came_to_is_not_tried_again(mesh, monkeypatch):
+    monkeypatch.setattr(peers, "JOIN_TIMEOUT_S", 1.5)
+    await open_run(mesh)
+    group = mesh.coordinator.mesh.trainer
+    before = group._epoch
+    await mesh.kill("trainer-1")
+    assert (await iterate(mesh)).error.message.startswith("trainer-1 does not answer")
+    tried = group._epoch
+    assert tried >= before
+    await mesh.replace("trainer-1")
+    assert (await iterate(mesh)).state is IterationState.DONE
+    assert group._epoch == tried + 1

@@ -71,7 +71,8 @@ class PhaseServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """Enters a group epoch. Idempotent for the same epoch; an older one is refused with FAILED_PRECONDITION.
+        """Enters a group epoch, or asks what the engine is. Idempotent for the same epoch; an older one is refused with
+        FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
