@@ -61,3 +61,9 @@ def test_debug_shows_where(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["down", "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_replay_options():
+    arguments = build_parser().parse_args(["train", "--replay", "run-1", "--replay-journal", "j.sqlite", "--schedule",
+                                           "disaggregated"])
+    assert (arguments.replay, arguments.replay_journal.name, arguments.schedule) == ("run-1", "j.sqlite", "disaggregated")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from canned_run import canned_history
 
-from rollplex.core.errors import Aborted, BadInput, Unavailable
+from rollplex.core.errors import Aborted, BadInput, Unavailable, WrongState
 from rollplex_client import Prompt
 from rollplex_client.cli import loop
-from rollplex_client.cli.loop import Plan, TrainingLoop
+from rollplex_client.cli.loop import Plan, ReplayLoop, TrainingLoop
 from rollplex_client.cli.progress import Silent
 from rollplex_client.cli.shuffled_reward import ValueShuffler
 from rollplex_client.results import Iteration, IterationHandle, Run
@@ -136,6 +136,34 @@ def test_an_iteration_is_repeated_when_a_service_is_lost_under_it(monkeypatch):
     assert len(set(client.request_ids)) == 4
     with pytest.raises(Aborted):
         TrainingLoop(Recording(failures=["wait"] * 3), plan(), Silent()).train(run_at(0))
+
+
+class Replaying(Recording):
+    """A mesh on which `left` recorded iterations are not replayed yet."""
+
+    def __init__(self, left: int, **keys) -> None:
+        super().__init__(**keys)
+        self.left = left
+
+    def replay_iteration(self, run, *, request_id):
+        if not self.left:
+            raise WrongState("all of them are replayed", reason="REPLAY_ENDED")
+        self.left -= 1
+        self.log.append(("replay", []))
+        return IterationHandle("r", len(self.log), False, 0)
+
+
+@pytest.mark.parametrize(("left", "iterations", "replayed"), [(3, 5, 3), (3, 2, 2), (0, 5, 0)])
+def test_a_replay_ends_with_the_recording_or_the_plan(left, iterations, replayed):
+    client = Replaying(left)
+    ReplayLoop(client, Plan("r", [], iterations=iterations), Silent()).train(run_at(0))
+    assert client.log == [("replay", [])] * replayed
+
+
+def test_a_replayed_iteration_is_repeated_when_a_service_is_lost_under_it():
+    client = Replaying(3, failures=["wait"])
+    ReplayLoop(client, Plan("r", [], iterations=2), Silent()).train(run_at(0))
+    assert client.left == 0
 
 
 def test_summary_takes_the_ends_of_the_run():
