@@ -45,6 +45,8 @@ class IterationWork:
     intake: Intake
     emit: Callable[[EventBody], None]
     desk_of: Callable[[Callable], RewardDesk]
+    recorded: Callable[[], Awaitable[list[SampleRecord]]] | None = None
+    """Of a replay: the samples, scored, that are taken in place of rollout's."""
     phase: Phase = Phase.IDLE
     samples: dict[tuple[int, int], SampleRecord] = field(default_factory=dict)
     timeline: Timeline = None
@@ -124,20 +126,33 @@ async def _within_deadline(coroutine: Awaitable, work: IterationWork, name: str)
 # OVERLAP
 
 async def _overlap(work: IterationWork) -> None:
-    desk = work.desk_of(_on_scored(work))
-    try:
-        if work.config.schedule == "overlap":
-            await _all(_generate(work, desk), *_prefixes(work))
-        else:
-            await _generate(work, desk)
-            for prefix in _prefixes(work):
-                await prefix
-        with work.timeline.span(Phase.OVERLAP, "reward"):
-            await desk.finish()
-    finally:
-        await desk.close()
+    if work.recorded is not None:
+        await _scheduled(work, _take_recorded(work, work.recorded))
+    else:
+        desk = work.desk_of(_on_scored(work))
+        try:
+            await _scheduled(work, _generate(work, desk))
+            with work.timeline.span(Phase.OVERLAP, "reward"):
+                await desk.finish()
+        finally:
+            await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
     _report_progress(work, final=True)
+
+
+async def _scheduled(work: IterationWork, responses: Awaitable) -> None:
+    """Responses and prefixes, side by side or one after the other."""
+    if work.config.schedule == "overlap":
+        await _all(responses, *_prefixes(work))
+        return
+    await responses
+    for prefix in _prefixes(work):
+        await prefix
+
+
+async def _take_recorded(work: IterationWork, recorded: Callable[[], Awaitable[list[SampleRecord]]]) -> None:
+    with work.timeline.span(Phase.OVERLAP, "replay"):
+        work.samples = {(sample.group_index, sample.sample_index): sample for sample in await recorded()}
 
 
 async def _all(*coroutines: Awaitable) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from rollplex.data.rows import MediaRef, PromptRow
 
 
 class RunState(StrEnum):
@@ -44,6 +46,8 @@ class Run:
     prompts_consumed: int = 0
     """Prompts of all iterations so far: the ordinal of the next one."""
     last_sequence: int = 0
+    replay_iterations: int = 0
+    """Of a run that replays another one: how many iterations that one had done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class Iteration:
     first_ordinal: int
     """Ordinal in the run of its first prompt."""
     state: IterationState = IterationState.QUEUED
+    recorded: int = -1
+    """Iteration of the recorded run that it replays; -1 in a run that replays none."""
     snapshot: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     error: ErrorRecord | None = None
@@ -170,3 +176,12 @@ def iteration_from_json(body: dict[str, Any]) -> Iteration:
     """The inverse of dataclasses.asdict."""
     return Iteration(**{**body, "key": IterationKey(**body["key"]), "state": IterationState(body["state"]),
                         "error": ErrorRecord(**body["error"]) if body["error"] else None})
+
+
+def row_to_json(row: PromptRow) -> dict[str, Any]:
+    return asdict(row)
+
+
+def row_from_json(value: dict[str, Any]) -> PromptRow:
+    media = tuple(MediaRef(**{**item, "frames": tuple(item["frames"])}) for item in value["media"])
+    return PromptRow(**{**value, "media": media})

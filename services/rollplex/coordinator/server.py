@@ -12,6 +12,7 @@ from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.intake import Intake
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
+from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.rewards import RewardBook
 from rollplex.coordinator.servicer import CoordinatorServicer
@@ -38,6 +39,7 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
     session = await loop.run_in_executor(None, lambda: BrokerSession.connect(
         mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
     journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite")
+    recordings = Recordings.open(journal, config.replay_journal)
     peers = Mesh(mesh, session)
     decoder = MediaDecoder(config.decode_workers)
     await decoder.start()
@@ -45,10 +47,11 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
         None, lambda: PromptProcessor.load(model.checkpoint, max_prompt_tokens=model.max_prompt_tokens))
     intake = Intake(session, decoder, processor, config.media, config.media_roots, peers.broker_thread)
     rewards = RewardBook(journal)
-    coordinator = Coordinator(peers, journal, intake, rewards)
+    coordinator = Coordinator(peers, journal, intake, rewards, recordings)
 
     async def close() -> None:
         await coordinator.close()
+        await recordings.close()
         await decoder.close()
         await loop.run_in_executor(None, session.close)
 

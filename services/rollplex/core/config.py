@@ -140,6 +140,9 @@ class RunConfig:
     seed: int = 0
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep`, `recompute` or `offload` (to the host pool)."""
+    replay: str = ""
+    """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
+    rollout generates nothing. Options that are not given are those of the recorded run."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0

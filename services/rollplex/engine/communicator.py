@@ -90,7 +90,7 @@ class Communicator:
         try:
             yield
         except Exception as error:
-            failure = self._blamed(error, phase, where) if _is_collective(error) else as_domain_error(error)
+            failure = self._blamed(error, phase, where) if is_collective(error) else as_domain_error(error)
             self.fail(failure, where)
             if failure is error:
                 raise
@@ -168,7 +168,7 @@ class Communicator:
         return {rank: at.partition(" ")[2] or "its first command" for rank, at in found.items() if at != mine}
 
 
-def _is_collective(error: Exception) -> bool:
+def is_collective(error: Exception) -> bool:
     """Whether torch.distributed raised it; gloo's errors are plain RuntimeErrors."""
     text = str(error)
     return isinstance(error, dist.DistError) or (

@@ -10,7 +10,8 @@ from rollplex.model.activations import HostCopies, Offload
 from rollplex.model.boundary import Boundary
 from rollplex.model.checkpoint import load_into, save_checkpoint
 from rollplex.model.config import ModelConfig, read_model_config
-from rollplex.model.decode import DecodeState, GroupDecoder
+from rollplex.model.decode import GroupDecoder
+from rollplex.model.decode_state import DecodeState
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout, LayoutTensor, Part
 from rollplex.model.logprobs import token_logprobs
