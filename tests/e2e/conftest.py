@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hand_mesh import SERVICES, HandMesh
+from hand_mesh import HandMesh
 
 from rollplex.data.datasets import read_dataset
 from rollplex_client import prompt_from_row
@@ -31,9 +31,30 @@ def prompts(videos):
 
 @pytest.fixture(scope="session")
 def mesh(tiny_checkpoint, videos):
-    mesh = HandMesh(tiny_checkpoint, videos.directory)
+    with hand_mesh(tiny_checkpoint, videos) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="session")
+def another_mesh(tiny_checkpoint, videos):
+    """another_mesh(...): a mesh of other sizes until the end of the context; arguments of HandMesh."""
+    return lambda **options: hand_mesh(tiny_checkpoint, videos, **options)
+
+
+@pytest.fixture(scope="session")
+def image(videos):
+    from PIL import Image
+
+    path = videos.directory / "still.png"
+    Image.new("RGB", (84, 56), (200, 30, 30)).save(path)
+    return path
+
+
+@contextmanager
+def hand_mesh(checkpoint, videos, **options):
+    mesh = HandMesh(checkpoint, videos.directory, **options)
     try:
-        mesh.start(*SERVICES)
+        mesh.start(*mesh.names)
         with served_reward(mesh.runtime_dir / "ids.sock") as address, mesh.client as client:
             client.register_reward("ids", address)
             yield mesh

@@ -15,29 +15,44 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollplex.core.strict import to_toml
+from rollplex.core.config import MeshSection
+from rollplex.core.strict import to_plain, to_toml
 from rollplex.rpc.channel import sync_channel
 from rollplex_client import Client
 
-SERVICES = {"keeper": "rollplex.broker.keeper", "broker": "rollplex.broker", "reward": "rollplex.reward",
-            "trainer-0": "rollplex.trainer", "reference-0": "rollplex.reference", "rollout-0": "rollplex.rollout",
-            "coordinator": "rollplex.coordinator"}
+ENGINES = {"trainer": "--rank", "reference": "--rank", "rollout": "--replica"}
 START_TIMEOUT_S = 90.0
 
 
-class HandMesh:
-    """`start`, `kill`, `stop` take a service's name; `close` ends what is left."""
+def _module(name: str) -> list[str]:
+    """Module and options of a service."""
+    role, _, index = name.rpartition("-")
+    if role in ENGINES:
+        return [f"rollplex.{role}", ENGINES[role], index]
+    return ["rollplex.broker.keeper" if name == "keeper" else f"rollplex.{name}"]
 
-    def __init__(self, checkpoint: Path, media_root: Path, *, dtype: str = "float32", **sections: dict[str, Any]) -> None:
+
+class HandMesh:
+    """`start`, `kill`, `stop` take a service's name; `close` ends what is left. `sizes`: more of [mesh]."""
+
+    def __init__(self, checkpoint: Path, media_root: Path, *, dtype: str = "float32", sizes: dict[str, int] | None = None,
+                 coordinator: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
         # A Unix socket's path has 107 bytes at most, and pytest's directories are long.
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="rollplex-e2e-"))
+        self.mesh = MeshSection(runtime_dir=self.runtime_dir, drain_timeout_s=2.0, **sizes or {})
         self.processes: dict[str, subprocess.Popen] = {}
         self.config = self.runtime_dir / "mesh.toml"
         self.config.write_text(to_toml({
-            "mesh": {"runtime_dir": str(self.runtime_dir), "drain_timeout_s": 2.0},
+            "mesh": to_plain(self.mesh),
             "model": {"checkpoint": str(checkpoint), "dtype": dtype},
-            "coordinator": {"media_roots": [str(media_root)], "media": {
+            "coordinator": {"media_roots": [str(media_root)], **(coordinator or {}), "media": {
                 "video_min_pixels": 3136, "video_max_pixels": 3136, "max_frames": 64}}, **sections}))
+
+    @property
+    def names(self) -> list[str]:
+        """Every service, in starting order."""
+        engines = [f"{role}-{index}" for role in ENGINES for index in range(self.mesh.ranks(role))]
+        return ["keeper", "broker", "reward", *engines, "coordinator"]
 
     @property
     def client(self) -> Client:
@@ -48,7 +63,7 @@ class HandMesh:
         for name in names:
             with (self.runtime_dir / f"{name}.log").open("a") as log:
                 self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", SERVICES[name], "--config", str(self.config)], stdout=log, stderr=log,
+                    [sys.executable, "-m", *_module(name), "--config", str(self.config)], stdout=log, stderr=log,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
         for name in names:
             self._wait_serving(name)

@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.events import EventLog
@@ -29,8 +28,11 @@ from rollplex.coordinator.records import (
     RunState,
     SampleRecord,
     StateChange,
+    row_from_json,
+    row_to_json,
 )
 from rollplex.coordinator.rewards import RewardBook, RewardDesk
+from rollplex.coordinator.run_config import read_config
 from rollplex.coordinator.update import roll_forward
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, WrongState, as_domain_error
@@ -38,7 +40,7 @@ from rollplex.core.ids import check_run_name, new_id
 from rollplex.core.phases import Phase
 from rollplex.core.strict import parse, to_plain
 from rollplex.core.work import CheckpointResult
-from rollplex.data.rows import MediaRef, PromptRow
+from rollplex.data.rows import PromptRow
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class Coordinator:
                 await self._prepare_again(run, iteration)
 
     async def _prepare_again(self, run: Run, iteration: Iteration) -> None:
-        rows = [_row_from_json(value) for value in await self.journal.prompts(iteration.key)]
+        rows = [row_from_json(value) for value in await self.journal.prompts(iteration.key)]
         count = 1 if iteration.key.validation else self.config_of(run).sampling.samples_per_group
         try:
             prompts = await self.intake.prepare(iteration.key, rows, iteration.first_ordinal, count)
@@ -142,7 +144,7 @@ class Coordinator:
     async def create_run(self, name: str, config_json: str) -> Run:
         """Opens a run from the checkpoint; see CoordinatorService.CreateRun."""
         check_run_name(name)
-        config = await self._read_config(config_json)
+        config = await read_config(config_json, self.recordings, self.mesh.topology)
         text = json.dumps(to_plain(config), sort_keys=True)
         async with self._submitting:
             known = self.runs.get(name)
@@ -161,25 +163,6 @@ class Coordinator:
             await self.journal.put_run(run)
             await self._open(run, config)
             return run
-
-    async def _read_config(self, config_json: str) -> RunConfig:
-        """Missing options are the defaults, or the recorded run's in a replay."""
-        try:
-            given = json.loads(config_json or "{}")
-        except json.JSONDecodeError as error:
-            raise BadInput(f"config_json is no JSON: {error}", reason="BAD_CONFIG") from error
-        if isinstance(given, dict) and given.get("replay"):
-            given = await self.recordings.config(str(given["replay"]), given)
-        config = parse(RunConfig, given)
-        self._check_schedule(config)
-        return config
-
-    def _check_schedule(self, config: RunConfig) -> None:
-        own = self.mesh.topology.own_replicas > 0
-        if own != (config.schedule == "disaggregated"):
-            raise BadInput(f"schedule {config.schedule!r} on a mesh with mesh.own_replicas = {self.mesh.topology.own_replicas}: "
-                           "`disaggregated` needs rollout on devices of its own, the other schedules share the trainer's",
-                           reason="BAD_SCHEDULE", schedule=config.schedule)
 
     async def _close_open_run(self) -> None:
         if self.open_run is None:
@@ -234,10 +217,9 @@ class Coordinator:
 
     async def _accept_replay(self, run: Run, replayed: str, request_id: str) -> tuple[Iteration, int]:
         """The first recorded iteration that is not replayed yet."""
-        past = [self._live(item) for item in await self.journal.iterations(run.name) if not item.key.validation]
-        position = sum(item.state not in (IterationState.FAILED, IterationState.CANCELLED) for item in past)
-        recorded = await self.recordings.iteration(replayed, position)
-        rows = [_row_from_json(value) for value in await self.recordings.prompts(recorded)]
+        past = [self._live(item) for item in await self.journal.iterations(run.name)]
+        recorded = await self.recordings.next_after(past, replayed)
+        rows = [row_from_json(value) for value in await self.recordings.prompts(recorded)]
         return await self._accept(run, rows, request_id, False, recorded.iteration)
 
     async def _accept(self, run: Run, rows: Sequence[PromptRow], request_id: str, validation: bool, recorded: int = -1
@@ -252,7 +234,7 @@ class Coordinator:
         else:
             run.next_iteration += 1
             run.prompts_consumed += len(rows)
-        await self.journal.add_iteration(run, iteration, [_row_to_json(row) for row in rows])
+        await self.journal.add_iteration(run, iteration, [row_to_json(row) for row in rows])
         before = self.last_sequence(run)
         self._emit_state(iteration)
         self._enqueue(Job(iteration, prompts))
@@ -363,7 +345,7 @@ class Coordinator:
         return IterationWork(
             key=key, run=run, config=config, prompts=job.prompts, mesh=self.mesh, journal=self.journal,
             intake=self.intake, emit=lambda body: event_log.emit(key, body),
-            recorded=None if recorded < 0 else lambda: self.recordings.samples(IterationKey(config.replay, recorded)),
+            recorded=None if recorded < 0 else lambda: self.recordings.samples_for(key, IterationKey(config.replay, recorded)),
             desk_of=lambda on_scored: RewardDesk(registrations, key.run, key.iteration, on_scored))
 
     async def _clean_up(self, work: IterationWork) -> None:
@@ -395,12 +377,3 @@ class Coordinator:
     @property
     def current_phase(self) -> Phase:
         return self._current[0].phase if self._current else Phase.IDLE
-
-
-def _row_to_json(row: PromptRow) -> dict[str, Any]:
-    return dataclasses.asdict(row)
-
-
-def _row_from_json(value: dict[str, Any]) -> PromptRow:
-    media = tuple(MediaRef(**{**item, "frames": tuple(item["frames"])}) for item in value["media"])
-    return PromptRow(**{**value, "media": media})

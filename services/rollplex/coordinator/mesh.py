@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rollplex.coordinator import orders
@@ -22,6 +23,15 @@ from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, tr
 from rollplex.v1.phase_service_pb2 import JoinResponse
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a bind brought to rollout's own devices."""
+
+    size_bytes: int
+    seconds: float
+    """Of the slowest replica, whose whole bind it is."""
 
 
 class Mesh:
@@ -117,13 +127,18 @@ class Mesh:
         order = UpdateOrder(0, 1.0, 0.0, run.optimizer_step + 1, skip=True)
         await self.trainer.command(orders.apply_update(order), self._place(run, timeout_s))
 
-    async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Every engine leases the run's snapshot. On each device all must have bound one file, and no other device's."""
+    async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> Copied:
+        """Every engine leases the run's snapshot. On each device all must have bound one file, and no other device's.
+
+        Replicas on devices of their own copy it there first.
+        """
         groups = self.used_groups(with_reference)
         bound = await asyncio.gather(*(group.command(orders.bind_snapshot(), self._place(run, timeout_s)) for group in groups))
         by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
                    for rank, outcome in zip(group.ranks, outcomes)}
         check_one_actor(self.topology, by_rank)
+        rollouts = [outcome for group, outcomes in zip(groups, bound) if group in self.rollouts for outcome in outcomes]
+        return Copied(sum(outcome.value.copied_bytes for outcome in rollouts), max(outcome.work_s for outcome in rollouts))
 
     def _place(self, run: Run, timeout_s: float) -> Place:
         return Place(run.name, -1, run.snapshot, timeout_s, self.phase)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,30 @@ class Recordings:
         """Iterations that can be replayed."""
         return len(await self._done(name))
 
-    async def iteration(self, name: str, position: int) -> IterationKey:
+    async def next_after(self, past: Sequence[Iteration], name: str) -> IterationKey:
+        """What a replay with these iterations of its own takes next: the first that is neither replayed nor queued."""
+        held = [item for item in past if not item.key.validation
+                and item.state not in (IterationState.FAILED, IterationState.CANCELLED)]
+        return await self._at(name, len(held))
+
+    async def samples_for(self, key: IterationKey, recorded: IterationKey) -> list[SampleRecord]:
+        """What iteration `key` of a replay trains on. Token ids, log-probabilities and rewards as they were; advantages are
+        computed anew.
+
+        Raises WrongState when an iteration that was queued before this one has failed meanwhile.
+        """
+        done = sum(item.state is IterationState.DONE and not item.key.validation
+                   for item in await self._journals[0].iterations(key.run))
+        if await self._at(recorded.run, done) != recorded:
+            raise WrongState(f"{key} replays {recorded}, but one before it has failed; submit again",
+                             reason="REPLAY_OUT_OF_ORDER")
+        _, journal = await self._find(recorded.run)
+        samples = await journal.samples(recorded)
+        for sample in samples:
+            sample.advantage = None
+        return samples
+
+    async def _at(self, name: str, position: int) -> IterationKey:
         """The iteration at a position among those that were done. Raises WrongState (REPLAY_ENDED) after the last."""
         done = await self._done(name)
         if position >= len(done):
@@ -50,14 +73,6 @@ class Recordings:
     async def prompts(self, key: IterationKey) -> list[dict[str, Any]]:
         _, journal = await self._find(key.run)
         return await journal.prompts(key)
-
-    async def samples(self, key: IterationKey) -> list[SampleRecord]:
-        """With token ids, log-probabilities and rewards as they were; advantages are computed anew."""
-        _, journal = await self._find(key.run)
-        samples = await journal.samples(key)
-        for sample in samples:
-            sample.advantage = None
-        return samples
 
     async def _done(self, name: str) -> list[Iteration]:
         _, journal = await self._find(name)

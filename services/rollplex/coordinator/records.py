@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from rollplex.data.rows import MediaRef, PromptRow
 
 
 class RunState(StrEnum):
@@ -174,3 +176,12 @@ def iteration_from_json(body: dict[str, Any]) -> Iteration:
     """The inverse of dataclasses.asdict."""
     return Iteration(**{**body, "key": IterationKey(**body["key"]), "state": IterationState(body["state"]),
                         "error": ErrorRecord(**body["error"]) if body["error"] else None})
+
+
+def row_to_json(row: PromptRow) -> dict[str, Any]:
+    return asdict(row)
+
+
+def row_from_json(value: dict[str, Any]) -> PromptRow:
+    media = tuple(MediaRef(**{**item, "frames": tuple(item["frames"])}) for item in value["media"])
+    return PromptRow(**{**value, "media": media})

@@ -37,7 +37,10 @@ async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> N
             await _update(work, mini_batch, gradient)
         else:
             await _skip(work, gradient)
-        await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
+        copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
+        if mesh.topology.own_replicas:
+            for name, value in (("bytes", float(copied.size_bytes)), ("seconds", copied.seconds)):
+                work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value
     await work.move(PhaseEvent.PUBLISHED if last else PhaseEvent.NEXT_MINI_BATCH)
 
 

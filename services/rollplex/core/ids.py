@@ -27,6 +27,11 @@ def actor_slab(run: str, device: str) -> str:
     return f"runs/{run}/actor/{device}"
 
 
+def copy_name(run: str, process: str) -> str:
+    """A replica's copy of the run's actor, as the broker knows it; no run has such a name."""
+    return f"{run}@{process}"
+
+
 def state_slab(run: str, rank: int, what: str) -> str:
     """Slabs of a trainer rank: `what` is "optimizer", "gradients" or "flips"."""
     return f"runs/{run}/trainer-{rank}/{what}"

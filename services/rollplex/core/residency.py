@@ -42,7 +42,7 @@ def _row(roles: str, hot: Iterable[Phase], parked: Iterable[Phase] = (), *, perm
 _O, _S, _U = Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE
 
 CONTRACT: dict[str, ContractRow] = {
-    "actor_snapshot": _row("trainer", ALWAYS, permanent=True),
+    "actor_snapshot": _row("trainer rollout", ALWAYS, permanent=True),
     "rollout_kv": _row("rollout", [_O]),
     "boundary_trainer": _row("trainer", [_O, _S]),
     "boundary_reference": _row("reference", [_O, _S]),
@@ -54,10 +54,11 @@ CONTRACT: dict[str, ContractRow] = {
     "pinned_pool": _row("trainer", [], ALWAYS),
     "media": _row("coordinator", [], ALWAYS),
 }
-"""`optimizer_state`: FP32 master weights and Adam moments, one chunk at a time in HBM. `gradients`: one FP32 buffer,
-in HBM or in the pinned pool as planned; between iterations the zeroed buffer may stay parked. `pinned_pool`: allocated
-once, holds offloaded `prefix_activations`. `media`: decoded frames in host slabs, one a prompt; those of a queued
-iteration are decoded while the one before it runs."""
+"""`actor_snapshot`: one a device; rollout's are the copies on devices of its own. `optimizer_state`: FP32 master weights
+and Adam moments, one chunk at a time in HBM. `gradients`: one FP32 buffer, in HBM or in the pinned pool as planned;
+between iterations the zeroed buffer may stay parked. `pinned_pool`: allocated once, holds offloaded
+`prefix_activations`. `media`: decoded frames in host slabs, one a prompt; those of a queued iteration are decoded
+while the one before it runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ class BindResult:
     bound_parameters: int
     inodes: dict[str, int] = field(default_factory=dict)
     """Device -> inode of the slab that is bound there; several for an engine with several devices."""
+    copied_bytes: int = 0
+    """Of a replica on devices of its own: what was copied there for this snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

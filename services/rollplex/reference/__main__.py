@@ -1,4 +1,4 @@
-"""`python -m rollplex.reference`: the reference of a mesh."""
+"""`python -m rollplex.reference`: one reference rank of a mesh."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rollplex.reference.config import load_config
 
 
 def main() -> None:
-    parser = arguments("reference", "The reference of a mesh.")
+    parser = arguments("reference", "One reference rank of a mesh.")
+    parser.add_argument("--rank", type=int, default=0, help="tensor-parallel rank of this process, from 0")
     given = parser.parse_args()
     config = load_config(given.config, given.overrides)
     from rollplex.reference.server import serve_forever
 
-    serve_forever(config)
+    serve_forever(config, given.rank)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import torch
 from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
-from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.communicator import Communicator
 from rollplex.engine.prompts import PromptReader
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena, Hold
@@ -43,15 +44,16 @@ class ReadyPrefix:
 class ReferenceEngine:
     """rollplex.rpc.phase_servicer.PhaseEngine, `materialize_prefix` and `score_suffix`.
 
-    It takes over the session and closes it.
+    It takes over the session and the communicator, and closes them.
     """
 
     role = "reference"
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
-                 weights: ReferenceWeights, *, suffix_tokens: int) -> None:
+                 weights: ReferenceWeights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int) -> None:
+        """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
-        self.layout_hash = layout_hash(model.config, model.layout)
+        self.layout_hash = layout_hash
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
         self._suffix_tokens = suffix_tokens
@@ -60,6 +62,8 @@ class ReferenceEngine:
         self._ready: dict[int, ReadyPrefix] = {}
         model.bind(weights.views())
         model.requires_grad_(False)
+        self.communicator = communicator
+        communicator.use_group = model.use_group
 
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
@@ -81,45 +85,42 @@ class ReferenceEngine:
 
         Raises WrongState without an open run, DataLoss for a prompt that is not the coordinator's.
         """
-        self._check_open()
-        hashes = []
-        with self._weights.mapped():
-            for done, group in enumerate(groups, start=1):
-                context.check()
-                inputs = self._reader.read(group)
-                boundary = prefix_forward(self._model, inputs)
-                self._release(group.group_index)
-                hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
-                self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
-                hashes.append(inputs.hash())
-                context.progress(done, len(groups), "groups")
+        with self.communicator.together(Phase.OVERLAP, "materialize_prefix"):
+            self._check_open()
+            hashes = []
+            with self._weights.mapped():
+                for done, group in enumerate(groups, start=1):
+                    context.check()
+                    inputs = self._reader.read(group)
+                    boundary = prefix_forward(self._model, inputs)
+                    self._release(group.group_index)
+                    hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
+                    self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
+                    hashes.append(inputs.hash())
+                    context.progress(done, len(groups), "groups")
         self._report.send()
         return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
 
     @torch.inference_mode()
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
-        """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids.
+        """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids; from rank 0 alone.
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
         """
-        self._check_open()
-        if not temperature > 0:
-            raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
-        missing = [group.group_index for group in groups if group.group_index not in self._ready]
-        if missing:
-            raise WrongState(f"no prefix is materialised for groups {missing[:8]} ({len(missing)} in all)",
-                             reason="BOUNDARY_MISSING", groups=missing[:8])
-        samples: list[work.SampleLogprobs] = []
-        with self._weights.mapped():
-            for done, group in enumerate(groups, start=1):
-                context.check()
-                samples += self._score(group, temperature)
-                if not keep_boundaries:
-                    self._release(group.group_index)
-                context.progress(done, len(groups), "groups")
+        with self.communicator.together(Phase.SUFFIX, "score_suffix"):
+            self._check_open()
+            self._check_scorable(groups, temperature)
+            samples: list[work.SampleLogprobs] = []
+            with self._weights.mapped():
+                for done, group in enumerate(groups, start=1):
+                    context.check()
+                    samples += self._score(group, temperature)
+                    if not keep_boundaries:
+                        self._release(group.group_index)
+                    context.progress(done, len(groups), "groups")
         self._report.send()
-        return work.ScoreResult(tuple(samples))
+        return work.ScoreResult(tuple(samples) if self.rank == 0 else ())
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """Drops every boundary."""
@@ -129,6 +130,7 @@ class ReferenceEngine:
         return work.QuiesceResult(released)
 
     def close(self) -> None:
+        self.communicator.close()
         self._drop_boundaries()
         self._weights.close()
         self._session.close()
@@ -145,6 +147,14 @@ class ReferenceEngine:
             scored += [array("f", logp.float().numpy().tobytes()) for logp in part.split(logp_T)]
         return [work.SampleLogprobs(group.group_index, sample.sample_index, logprobs)
                 for sample, logprobs in zip(group.samples, scored, strict=True)]
+
+    def _check_scorable(self, groups: Sequence[work.ResponseGroup], temperature: float) -> None:
+        if not temperature > 0:
+            raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
+        missing = [group.group_index for group in groups if group.group_index not in self._ready]
+        if missing:
+            raise WrongState(f"no prefix is materialised for groups {missing[:8]} ({len(missing)} in all)",
+                             reason="BOUNDARY_MISSING", groups=missing[:8])
 
     def _check_open(self) -> None:
         if not self.open_run_name:

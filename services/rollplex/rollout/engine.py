@@ -15,6 +15,7 @@ from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import Aborted, BadInput, WrongState
 from rollplex.core.ids import sample_seed
+from rollplex.rollout.copies import SnapshotCopies
 
 
 class ReplicaBroken(Aborted):
@@ -110,16 +111,18 @@ class RolloutEngine:
 
     role, rank = "rollout", 0
 
-    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1) -> None:
-        """One process to the mesh, whatever ranks `tokens` has behind it."""
+    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1, copies: SnapshotCopies | None = None) -> None:
+        """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: of a replica on devices of its own."""
         self.layout_hash, self.tensor_parallel_size = tokens.layout_hash, tensor_parallel_size
         self.open_run_name, self.bound_snapshot = "", -1
-        self._tokens = tokens
+        self._tokens, self._copies = tokens, copies
 
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
         self._leave()
+        if self._copies is not None:
+            self._copies.open(run)
         self._tokens.open(run)
         self.open_run_name = run
         return work.OpenRunResult(snapshot=snapshot)
@@ -128,10 +131,11 @@ class RolloutEngine:
         """Raises WrongState when no run is open or the slab holds another snapshot."""
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
+        copied_bytes = self._bring(context, snapshot)
         with self._left_when_broken():
             bound, inodes = self._tokens.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, bound, inodes)
+        return work.BindResult(snapshot, bound, inodes, copied_bytes)
 
     def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
                  snapshot: int, iteration: int) -> work.GenerateResult:
@@ -162,6 +166,13 @@ class RolloutEngine:
 
     def close(self) -> None:
         self._tokens.close()
+
+    def _bring(self, context: work.WorkContext, snapshot: int) -> int:
+        """Bytes copied to devices of its own; 0 where they are the trainer's."""
+        if self._copies is None or snapshot == self.bound_snapshot:
+            return 0
+        self._leave()
+        return self._copies.bring(context, snapshot)
 
     @contextmanager
     def _left_when_broken(self) -> Iterator[None]:

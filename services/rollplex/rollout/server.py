@@ -11,6 +11,7 @@ from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
 from rollplex.model import ActorLayout, init_tensor_parallel, read_model_config
 from rollplex.rollout.config import RolloutConfig
+from rollplex.rollout.copies import ShardCopy, SnapshotCopies
 from rollplex.rollout.engine import RolloutEngine
 from rollplex.rollout.replica import Replica
 from rollplex.rollout.servicer import add_rollout
@@ -36,7 +37,16 @@ def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
         workers.kill()
         raise
     tokens = TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows)
-    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel)
+    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, shard.session))
+
+
+def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies | None:
+    """For a replica on devices of its own; None where it shares the trainer's."""
+    topology = config.mesh.topology
+    if not topology.own_replicas:
+        return None
+    pairs = zip(topology.source(replica), topology.replica_devices(replica))
+    return SnapshotCopies(session, session.driver, [ShardCopy(device_name(source), device_name(own)) for source, own in pairs])
 
 
 def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:

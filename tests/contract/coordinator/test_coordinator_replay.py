@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 
@@ -106,19 +107,35 @@ async def test_what_cannot_be_replayed_is_refused(mesh):
         await mesh.coordinator.submit("replay", [], "", validation=True)
 
 
-async def test_a_replay_needs_no_reward_and_survives_a_restart(mesh):
-    await record(mesh, 2)
+async def test_a_replay_needs_no_reward(mesh):
+    await record(mesh, 1)
     await mesh.coordinator.rewards.unregister("stub")
     await create(mesh, "replay", replay="recorded")
-    gate = threading.Event()
-    mesh.trainer.hooks["train_suffix"] = lambda context: gate.wait(5)
+    assert (await iterate(mesh, "replay")).state is IterationState.DONE
+
+
+async def test_what_was_queued_behind_a_failure_is_not_trained_out_of_order(mesh):
+    recorded = await record(mesh, 2)
+    await create(mesh, "replay", replay="recorded")
+    entered, gate = threading.Event(), threading.Event()
+
+    def fail(context):
+        entered.set()
+        gate.wait(5)
+        raise RuntimeError("once")
+
+    mesh.trainer.hooks["train_suffix"] = fail
     running, _ = await mesh.coordinator.submit("replay", [], "", validation=False)
     queued, _ = await mesh.coordinator.submit("replay", [], "", validation=False)
     assert (running.recorded, queued.recorded) == (0, 1)
+    await asyncio.to_thread(entered.wait, 5)
+    mesh.trainer.hooks.clear()
     gate.set()
-    await mesh.finished(running.key)
-    await mesh.restart()
-    assert (await mesh.finished(queued.key)).state is IterationState.DONE
+    assert (await mesh.finished(running.key)).state is IterationState.FAILED
+    assert (await mesh.finished(queued.key)).error.reason == "REPLAY_OUT_OF_ORDER"
+    for _ in range(2):
+        assert (await iterate(mesh, "replay")).state is IterationState.DONE
+    assert plain(mesh.trainer.trained) == plain(recorded)
 
 
 async def test_another_meshs_run_is_found_through_its_journal(tmp_path, tiny_checkpoint, mesh):

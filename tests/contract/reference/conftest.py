@@ -14,7 +14,7 @@ from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.host_driver import HostDriver
 from rollplex.reference.config import ReferenceConfig, ReferenceSection
-from rollplex.reference.server import PROCESS, build_engine
+from rollplex.reference.server import build_engine
 from rollplex.reference.servicer import add_reference
 
 
@@ -44,6 +44,6 @@ def mesh(tmp_path_factory):
 def serve_reference(mesh):
     """A new reference process's engine, served until the end of the context."""
     def serve(config: ReferenceConfig = mesh.config):
-        return served(mesh.loop, mesh.section, PROCESS, build_engine(config), add_reference)
+        return served(mesh.loop, mesh.section, "reference-0", build_engine(config), add_reference)
 
     return serve

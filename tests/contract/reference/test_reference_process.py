@@ -10,7 +10,6 @@ import grpc
 import pytest
 from engine_rig import EngineClient
 
-from rollplex.reference.server import PROCESS
 from rollplex.rpc.channel import sync_channel
 
 
@@ -23,9 +22,9 @@ def start(mesh, tmp_path):
     def run() -> tuple[subprocess.Popen, EngineClient]:
         command = [sys.executable, "-W", "ignore", "-m", "rollplex.reference", "--config", str(config)]
         processes.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
-        with sync_channel(mesh.section.address(PROCESS)) as channel:
+        with sync_channel(mesh.section.address("reference-0")) as channel:
             grpc.channel_ready_future(channel).result(60)
-        return processes[-1], EngineClient(mesh.section.address(PROCESS))
+        return processes[-1], EngineClient(mesh.section.address("reference-0"))
 
     yield run
     for process in processes:

@@ -150,7 +150,7 @@ class OpenRunResult(_message.Message):
     def __init__(self, actor_slab: _Optional[str] = ..., actor_bytes: _Optional[int] = ..., snapshot: _Optional[int] = ..., parameter_count: _Optional[int] = ...) -> None: ...
 
 class BindResult(_message.Message):
-    __slots__ = ("snapshot", "bound_parameters", "inodes")
+    __slots__ = ("snapshot", "bound_parameters", "inodes", "copied_bytes")
     class InodesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -161,10 +161,12 @@ class BindResult(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BOUND_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     INODES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     snapshot: int
     bound_parameters: int
     inodes: _containers.ScalarMap[str, int]
-    def __init__(self, snapshot: _Optional[int] = ..., bound_parameters: _Optional[int] = ..., inodes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    copied_bytes: int
+    def __init__(self, snapshot: _Optional[int] = ..., bound_parameters: _Optional[int] = ..., inodes: _Optional[_Mapping[str, int]] = ..., copied_bytes: _Optional[int] = ...) -> None: ...
 
 class QuiesceResult(_message.Message):
     __slots__ = ("released_bytes",)

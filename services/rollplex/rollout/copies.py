@@ -1,0 +1,110 @@
+"""Rollout on devices of its own (schedule `disaggregated`): the snapshot copied there, shard by shard, after each update.
+
+A replica's copy is an actor of its own to the broker, with the same states: VALID(k) is read, TORN while it is overwritten, so
+what decodes (this process or its workers) never sees a half of k + 1, and a copy that broke off is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollplex.core import work
+from rollplex.core.errors import NotFound, WrongState
+from rollplex.core.ids import actor_slab, copy_name
+from rollplex.core.leases import LeaseMode
+from rollplex.core.placement import Placement
+from rollplex.core.snapshots import SnapshotState
+from rollplex.memory.client import BrokerSession
+from rollplex.memory.driver import Driver
+from rollplex.memory.mapping import MappedSlab
+
+OBJECT_CLASS = "actor_snapshot"
+PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """Where a shard comes from and goes to, as devices."""
+
+    source: str
+    target: str
+
+
+class SnapshotCopies:
+    """`open` a run; then `bring` before each bind. Owner thread only."""
+
+    def __init__(self, session: BrokerSession, driver: Driver, shards: Sequence[ShardCopy]) -> None:
+        self._session, self._driver, self._shards = session, driver, tuple(shards)
+        self._run, self._name = "", ""
+
+    def open(self, run: str) -> None:
+        """Chooses the run; copies of earlier ones on these devices are deleted. Nothing may be bound there."""
+        self._run, self._name = run, copy_name(run, self._session.process)
+        wanted, devices = set(self._targets), {shard.target for shard in self._shards}
+        for slab in self._session.list_slabs("runs/"):
+            if slab.object_class == OBJECT_CLASS and slab.device in devices and slab.name not in wanted:
+                self._session.delete(slab.name)
+
+    def bring(self, context: work.WorkContext, snapshot: int) -> int:
+        """Makes the copy VALID at `snapshot`; bytes that were copied, 0 when it was. Nothing may be bound there.
+
+        Raises WrongState while the trainer's actor is not at `snapshot`.
+        """
+        if not self._run:
+            raise WrongState("no run is open", reason="NO_RUN")
+        held = self._held()
+        if held is not None and held == (SnapshotState.VALID, snapshot):
+            return 0
+        if held is not None and held[1] + 1 == snapshot:
+            epoch = self._session.begin_update(self._name, held[1], [self._session.process])
+            copied = self._copy(context, snapshot, epoch)
+            self._session.publish_snapshot(self._name, epoch, snapshot)
+            return copied
+        # No copy, or one of another past: made from nothing, and registered when it is whole.
+        self._create()
+        copied = self._copy(context, snapshot, None)
+        self._session.register_snapshot(self._name, self._targets, snapshot)
+        return copied
+
+    @property
+    def _targets(self) -> list[str]:
+        return [actor_slab(self._run, shard.target) for shard in self._shards]
+
+    def _held(self) -> tuple[SnapshotState, int] | None:
+        try:
+            found = self._session.get_snapshot(self._name)
+        except NotFound:
+            return None
+        return SnapshotState(found.state), found.snapshot
+
+    def _create(self) -> None:
+        kept = {slab.name for slab in self._session.list_slabs(f"runs/{self._run}/")}
+        for shard, name in zip(self._shards, self._targets):
+            if name in kept:
+                self._session.delete(name)
+            source = actor_slab(self._run, shard.source)
+            sizes = [slab.size_bytes for slab in self._session.list_slabs(source) if slab.name == source]
+            if not sizes:
+                raise NotFound(f"the trainer has no slab {source} to copy from", reason="SLAB_NOT_FOUND", slab=source)
+            self._session.create(name, object_class=OBJECT_CLASS, device=shard.target, size_bytes=sizes[0], run=self._run)
+
+    def _copy(self, context: work.WorkContext, snapshot: int, update_epoch: int | None) -> int:
+        copied = 0
+        for shard, name in zip(self._shards, self._targets):
+            with (self._session.lease(actor_slab(self._run, shard.source), LeaseMode.READ, snapshot=snapshot) as source,
+                  self._session.lease(name, LeaseMode.WRITE, update_epoch=update_epoch) as target):
+                size_bytes = source.slab.size_bytes
+                mapped = [MappedSlab(self._driver, size_bytes) for _ in range(2)]
+                try:
+                    mapped[0].bind(source)
+                    mapped[1].bind(target, writable=True)
+                    for start in range(0, size_bytes, PIECE_BYTES):
+                        context.check()
+                        piece = Placement.contiguous(name, start, (min(PIECE_BYTES, size_bytes - start),), "uint8")
+                        mapped[1].tensor(piece).copy_(mapped[0].tensor(piece))
+                finally:
+                    for mapping in mapped:
+                        mapping.close()
+                copied += size_bytes
+        return copied
