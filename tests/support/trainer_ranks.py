@@ -67,11 +67,12 @@ class TrainerRanks:
         epoch = TrainerClient.new_epoch()
         self.each(lambda client: client.join(epoch))
 
-    def open(self, run_config: RunConfig, *, attach: bool = False, snapshot: int = -1) -> None:
+    def open(self, run_config: RunConfig, *, attach: bool = False, snapshot: int = -1, bind: bool = True) -> None:
         opened = self.each(lambda client: client.open(run_config, attach=attach, snapshot=snapshot, register=False))
         if not attach:
             self.session.register_snapshot(self.run, [result.actor_slab for result in opened], 0)
-        self.each(lambda client: client.bind(max(snapshot, 0)))
+        if bind:
+            self.each(lambda client: client.bind(max(snapshot, 0)))
 
     def iterate(self, groups, snapshot: int) -> list[work.GradientResult]:
         """k -> k + 1 of teacher-forced responses, and binds it; the norm as each rank sees it."""
@@ -80,15 +81,26 @@ class TrainerRanks:
         self.each(lambda client: client.train(responses, snapshot))
         measured = self.each(lambda client: client.measure())
         self.each(lambda client: client.quiesce())
-        epoch = self.begin(snapshot)
-        order = work.UpdateOrder(epoch, min(1.0, 0.5 / measured[0].grad_norm), 1.0, snapshot + 1)
+        order = self.begin(snapshot, measured[0].grad_norm)
         self.each(lambda client: client.apply(order, snapshot))
-        self.session.publish_snapshot(self.run, epoch, snapshot + 1)
-        self.each(lambda client: client.bind(snapshot + 1))
+        self.publish(order, snapshot)
         return measured
 
-    def begin(self, snapshot: int) -> int:
-        return self.session.begin_update(self.run, snapshot, [f"trainer-{rank}" for rank in range(self.size)])
+    def begin(self, snapshot: int, grad_norm: float) -> work.UpdateOrder:
+        """UPDATE_BEGIN: from here on the snapshot is TORN."""
+        epoch = self.session.begin_update(self.run, snapshot, [f"trainer-{rank}" for rank in range(self.size)])
+        return work.UpdateOrder(epoch, min(1.0, 0.5 / grad_norm), 1.0, snapshot + 1)
+
+    def publish(self, order: work.UpdateOrder, snapshot: int) -> None:
+        """k -> k + 1, which every rank binds."""
+        self.session.publish_snapshot(self.run, order.update_epoch, snapshot + 1)
+        self.each(lambda client: client.bind(snapshot + 1))
+
+    def replace(self, rank: int) -> None:
+        """A successor of a killed rank, and an epoch for all."""
+        self.spawn(rank)
+        self.connect()
+        self.join()
 
     def actor(self, snapshot: int) -> dict[str, torch.Tensor]:
         """Whole parameters by training name, put together from one device a rollout shard, without vocabulary padding.

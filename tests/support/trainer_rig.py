@@ -119,6 +119,11 @@ class TrainerClient(EngineClient):
                              snapshot=snapshot, **fields)
         return self.watch(command).value("update", work.UpdateResult)
 
+    def export(self, path: Path, snapshot: int) -> work.CheckpointResult:
+        command = self.start(self.trainer.StartExportCheckpoint, trainer_service_pb2.StartExportCheckpointRequest,
+                             snapshot=snapshot, path=str(path))
+        return self.watch(command).value("checkpoint", work.CheckpointResult)
+
     def begin(self, snapshot: int) -> int:
         return self.session.begin_update(self.run, snapshot, ["trainer-0"])
 

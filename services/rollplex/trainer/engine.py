@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 
 from rollplex.core import work
@@ -21,20 +20,11 @@ from rollplex.model import VisionLanguageModel
 from rollplex.model.manifest import build_manifest, check_manifest, check_replicas, manifest_hashes
 from rollplex.trainer import custody, export
 from rollplex.trainer.actor_slabs import ActorSlabs
+from rollplex.trainer.gradients import GradientStage
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
 from rollplex.trainer.suffixes import SuffixRunner, check_responses
 from rollplex.trainer.update import StreamedUpdate
-
-
-class GradientStage(StrEnum):
-    """What the gradient buffer holds; README.md has the table."""
-
-    EMPTY = "empty"
-    SUMMING = "summing"
-    MEASURED = "measured"
-    INHERITED = "inherited"
-    """Left by an earlier process: of use to an update that had begun, to nothing else."""
 
 
 class TrainerEngine:

@@ -7,6 +7,7 @@ hook adds every finished gradient to the view, so that sums over groups are neve
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from functools import partial
 
 import torch
@@ -15,6 +16,16 @@ import torch.distributed as dist
 from rollplex.core.errors import DataLoss
 from rollplex.model import VisionLanguageModel
 from rollplex.trainer.optimizer_state import StateLayout
+
+
+class GradientStage(StrEnum):
+    """What the gradient buffer holds; README.md has the table."""
+
+    EMPTY = "empty"
+    SUMMING = "summing"
+    MEASURED = "measured"
+    INHERITED = "inherited"
+    """Left by an earlier process: of use to an update that had begun, to nothing else."""
 
 
 class GradientBuffer:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from trainer_ranks import TrainerRanks, distance, trainer_ranks
 from trainer_rig import config, respond
 
 from rollplex.core.errors import Aborted, DeadlineExceeded
+from rollplex.model import load_into, read_model_config
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,7 @@ def test_updates_equal_one_ranks(ranks, groups, dtype, tolerance, pairs):
 
 
 def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
+    """Killed in SUFFIX, then in UPDATE while the other rank had finished; bit for bit as if it had lived."""
     with ranks(2, 1) as group:
         group.open(config())
         group.iterate(groups, 0)
@@ -62,11 +65,19 @@ def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
             raise group.clients[0].watch(command).error
         assert caught.value.reason == "PEER_LOST"
         assert (caught.value.metadata["rank"], caught.value.metadata["phase"]) == ("1", "suffix")
-        group.spawn(1)
-        group.connect()
-        group.join()
+        group.replace(1)
         group.open(config(), attach=True, snapshot=1)
-        group.iterate(groups, 1)
+        group.each(lambda client: client.materialize(groups, 1))
+        group.each(lambda client: client.train(respond(groups, seed=1), 1))
+        norm = group.each(lambda client: client.measure())[0].grad_norm
+        group.each(lambda client: client.quiesce())
+        order = group.begin(1, norm)
+        group.clients[0].apply(order, 1)
+        group.kill(1)
+        group.replace(1)
+        group.open(config(), attach=True, snapshot=1, bind=False)
+        group.each(lambda client: client.apply(order, 1))
+        group.publish(order, 1)
         found = group.actor(2)
     with ranks(2, 1) as unbroken:
         unbroken.open(config())
@@ -76,7 +87,8 @@ def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
-def test_a_rank_that_falls_behind_is_named(ranks, groups):
+def test_a_rank_that_falls_behind_is_named(ranks, mesh, groups, tmp_path):
+    """Afterwards the group goes on under the next epoch, and exports what its ranks hold together."""
     with ranks(2, 2, collective_timeout_s=20.0) as group:
         group.open(config())
         group.each(lambda client: client.materialize(groups, 0))
@@ -86,3 +98,9 @@ def test_a_rank_that_falls_behind_is_named(ranks, groups):
         assert (caught.value.reason, caught.value.metadata["rank"]) == ("COLLECTIVE_TIMEOUT", "1")
         group.join()
         group.iterate(groups, 0)
+        group.each(lambda client: client.export(tmp_path / "export", 1))
+        whole = group.actor(1)
+    model = read_model_config(mesh.checkpoint)
+    views = {name: torch.zeros_like(values) for name, values in whole.items()}
+    load_into(tmp_path / "export", model, views)
+    assert all(torch.equal(views[name][:model.vocab_size], values[:model.vocab_size]) for name, values in whole.items())

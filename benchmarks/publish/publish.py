@@ -1,0 +1,174 @@
+"""What it costs to make an updated actor visible to rollout: shared slabs against a full copy.
+
+    python benchmarks/publish/publish.py [--hidden 256 512 1024] [--pairs 1:1 2:1 4:2] [--repeats 3] [--out FILE]
+
+Both start from the same FP32 master weights, cut into the training ranks' shards and chunks, and end with bfloat16 weights
+in every rollout replica. `shared` is the trainer's own path: each chunk is cast into its rank's slab and into those of the
+q - 1 peers. `copy` is what engines with separate weights do: cast into the rank's own training shard, gather every
+parameter whole, reshard it to rollout's layout, load it into each replica. Ranks run one after the other, so seconds are of
+one core; bytes are those written, reads left out. `extra` is what remains when the cast of the update itself is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import torch  # noqa: E402
+from tiny_trainer import DictBroker, tiny_config  # noqa: E402
+
+from rollplex.core.chunks import split_chunks  # noqa: E402
+from rollplex.core.ids import actor_slab  # noqa: E402
+from rollplex.core.topology import device_name  # noqa: E402
+from rollplex.model import ActorLayout, ModelConfig  # noqa: E402
+from rollplex.model.config import _from_hf  # noqa: E402
+from rollplex.trainer.actor_slabs import ActorSlabs  # noqa: E402
+
+DTYPE, ITEM = "bfloat16", 2
+CHUNK_ELEMENTS = 1 << 22
+
+
+def model_config(hidden: int, layers: int = 4) -> ModelConfig:
+    """Qwen2.5's proportions, with a small vocabulary and tower."""
+    config = tiny_config()
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, hidden * 11 // 4 // 32 * 32, layers
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = hidden // 64, max(1, hidden // 256), 8192
+    text.rope_parameters["mrope_section"] = [8, 12, 12]
+    vision.out_hidden_size = hidden
+    return _from_hf(config, None, None)
+
+
+class Ranks:
+    """The training ranks of a topology over slabs, with master weights."""
+
+    def __init__(self, config: ModelConfig, train_tp: int, rollout_tp: int) -> None:
+        self.layout = layout = ActorLayout.build(config, rollout_tp, DTYPE, train_tp)
+        broker = DictBroker()
+        for device in map(device_name, range(train_tp)):
+            broker.create(actor_slab("bench", device), object_class="actor_snapshot", device=device,
+                          size_bytes=layout.size_bytes, run="bench")
+        self.counts = [(name, torch.Size(shard.shape).numel()) for name, shard in layout.shards.items()]
+        self.chunks = split_chunks(self.counts, CHUNK_ELEMENTS)
+        self.slabs = [ActorSlabs(broker, broker.driver, layout, rank) for rank in range(train_tp)]
+        self.targets = []
+        for slabs in self.slabs:
+            slabs.open("bench")
+            slabs.bind_for_update(1)
+            self.targets.append(slabs.targets())
+        # One master for all ranks: only bytes and time are asked for.
+        self.master = torch.randn(sum(count for _, count in self.counts))
+
+    def cast(self, targets: dict[str, list[torch.Tensor]]) -> int:
+        """StreamedUpdate._cast over all chunks of one rank; bytes written."""
+        written = start = 0
+        for chunk in self.chunks:
+            for span in chunk.spans:
+                size = span.stop - span.start
+                for target in targets[span.name]:
+                    target[span.start:span.stop].copy_(self.master[start:start + size])
+                    written += size * ITEM
+                start += size
+        return written
+
+    def close(self) -> None:
+        self.targets.clear()
+        for slabs in self.slabs:
+            slabs.unbind()
+            slabs.close()
+
+
+class FullCopy:
+    """Training shards and rollout replicas with weights of their own."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        layout, dtype = ranks.layout, getattr(torch, DTYPE)
+        self.ranks, self.layout = ranks, layout
+        self.train = [{name: torch.empty(shard.shape, dtype=dtype) for name, shard in layout.shards.items()}
+                      for _ in range(layout.topology.train_tp)]
+        self.rollout = [{name: torch.empty(tensor.shape, dtype=dtype) for name, tensor in layout.tensors.items()}
+                        for _ in range(layout.topology.train_tp)]
+
+    def cast(self) -> int:
+        return sum(self.ranks.cast({name: [value.view(-1)] for name, value in shard.items()}) for shard in self.train)
+
+    def copy(self) -> int:
+        """Gather, reshard, load; bytes written."""
+        layout, topology, written = self.layout, self.layout.topology, 0
+        for name, tensor in layout.tensors.items():
+            wholes = {}
+            for part in tensor.parts:
+                whole = layout.shards[part.name].merge([shard[part.name] for shard in self.train])
+                if layout.shards[part.name].axis is not None:
+                    written += whole.nbytes
+                wholes[part.name] = whole
+            for rank in range(topology.rollout_tp):
+                fused = torch.cat([layout.rollout_shards[part].take(whole, rank) for part, whole in wholes.items()])
+                written += fused.nbytes
+                for device in range(rank * topology.q, (rank + 1) * topology.q):
+                    self.rollout[device][name].copy_(fused)
+                    written += fused.nbytes
+        return written
+
+
+def seconds_of(work, repeats: int) -> tuple[float, int]:
+    """Median seconds, after one run that touches the pages."""
+    written, taken = work(), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken), written
+
+
+def measure(hidden: int, train_tp: int, rollout_tp: int, repeats: int) -> dict[str, object]:
+    ranks = Ranks(model_config(hidden), train_tp, rollout_tp)
+    parameters = sum(torch.Size(shard.full_shape).numel() for shard in ranks.layout.shards.values())
+    shared_s, shared_bytes = seconds_of(lambda: sum(map(ranks.cast, ranks.targets)), repeats)
+    full = FullCopy(ranks)
+    cast_s, cast_bytes = seconds_of(full.cast, repeats)
+    copy_s, copy_bytes = seconds_of(full.copy, repeats)
+    ranks.close()
+    return {"parameters": parameters, "train_tp": train_tp, "rollout_tp": rollout_tp,
+            "shared": {"seconds": shared_s, "bytes": shared_bytes, "extra_seconds": max(0.0, shared_s - cast_s),
+                       "extra_bytes": shared_bytes - cast_bytes, "second_weights_bytes": 0},
+            "copy": {"seconds": cast_s + copy_s, "bytes": cast_bytes + copy_bytes, "extra_seconds": copy_s,
+                     "extra_bytes": copy_bytes,
+                     "second_weights_bytes": sum(value.nbytes for shard in full.train for value in shard.values())}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--pairs", nargs="+", default=["1:1", "2:1", "4:2"], help="TP_train:TP_rollout")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="writes the figures as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for hidden in options.hidden:
+        for pair in options.pairs:
+            train_tp, rollout_tp = map(int, pair.split(":"))
+            rows.append(measure(hidden, train_tp, rollout_tp, options.repeats))
+            shared, copy = rows[-1]["shared"], rows[-1]["copy"]
+            print(f"{rows[-1]['parameters'] / 1e6:7.1f} M, {pair}: shared {shared['bytes'] / 2**20:6.0f} MiB "
+                  f"{1e3 * shared['seconds']:6.0f} ms, copy {copy['bytes'] / 2**20:6.0f} MiB {1e3 * copy['seconds']:6.0f} ms",
+                  flush=True)
+    figures = {"rows": rows, "dtype": DTYPE, "repeats": options.repeats, "date": time.strftime("%Y-%m-%d"),
+               "python": platform.python_version(), "torch": torch.__version__, "cores": len(os.sched_getaffinity(0)),
+               "command": "python benchmarks/publish/publish.py " + " ".join(sys.argv[1:])}
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
