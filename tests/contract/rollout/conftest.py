@@ -28,7 +28,8 @@ REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
 
 
-@pytest.fixture(scope="module", params=[*ENGINES, "torch-tp2", "torch-tp2-q2"])
+@pytest.fixture(scope="module", params=[
+    *ENGINES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch-tp2", "torch-tp2-q2"))])
 def engine_name(request):
     return request.param
 
