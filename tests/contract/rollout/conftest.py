@@ -13,7 +13,7 @@ from rollplex.core.config import MeshSection, ModelSection
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.host_driver import HostDriver
-from rollplex.rollout.config import RolloutConfig, RolloutSection
+from rollplex.rollout.config import RolloutConfig, RolloutSection, VllmSection
 from rollplex.rollout.server import build_engine
 from rollplex.rollout.servicer import add_rollout
 
@@ -26,7 +26,14 @@ def torch_engine(model: ModelSection, mesh: MeshSection):
     return build_engine(config, "rollout-0")
 
 
-ENGINES = {"torch": torch_engine}
+def vllm_engine(model: ModelSection, mesh: MeshSection):
+    """The same on vLLM, in this process too."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
+    rollout = RolloutSection(engine="vllm", max_rows=MAX_ROWS, vllm=VllmSection(kv_cache_gib=0.0625, max_model_len=2048))
+    return build_engine(RolloutConfig(model=model, mesh=mesh, rollout=rollout), "rollout-0")
+
+
+ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
 
 
 @pytest.fixture(scope="module")

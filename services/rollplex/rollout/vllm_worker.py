@@ -1,0 +1,83 @@
+"""What a vLLM worker does for us, in its own process: it leases, maps and leaves snapshots, and gives KV memory back.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); `LLMEngine.collective_rpc` calls by name. A refusal is
+returned, because vLLM makes a RuntimeError of whatever a worker in another process raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from rollplex.core.errors import RollplexError
+from rollplex.core.residency import Residency
+from rollplex.engine.residency import ResidencyReport
+from rollplex.memory.arena import Arena
+from rollplex.rollout.vllm_internals import give_pages_back, has_sleep_mode, kv_storages
+from rollplex.rollout.vllm_loader import check_placed
+
+KV = "rollout_kv"
+
+
+def _returning_refusals(method: Callable) -> Callable:
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except RollplexError as error:
+            return error
+
+    return call
+
+
+class ActorWorker:
+    """`self` is a vLLM worker; every name is ours alone."""
+
+    @_returning_refusals
+    def rollplex_open(self, slabs: list[str]) -> None:
+        """`slabs`: one a rank."""
+        actor = self.get_model().rollplex_actor
+        actor.mapping.open(slabs[actor.rank])
+
+    @_returning_refusals
+    def rollplex_bind(self, snapshot: int) -> tuple[int, int]:
+        """(parameters on their views, the slab's inode)."""
+        model = self.get_model()
+        mapping = model.rollplex_actor.mapping
+        inode = mapping.bind(snapshot)
+        return check_placed(model, mapping.views()), inode
+
+    @_returning_refusals
+    def rollplex_unbind(self) -> None:
+        self.get_model().rollplex_actor.mapping.unbind()
+
+    @_returning_refusals
+    def rollplex_back_kv(self) -> None:
+        """Keys and values may be touched from now on; the broker's ledger has them."""
+        arena, report = self._rollplex_account()
+        arena.release_class(KV)
+        arena.hold(KV, Residency.HBM, sum(storage.nbytes() for storage in kv_storages(self)))
+        report.send()
+
+    @_returning_refusals
+    def rollplex_release_kv(self) -> int:
+        """After the prefix cache has been reset. Bytes given back, 0 when they were not held."""
+        arena, report = self._rollplex_account()
+        released = arena.release_class(KV)
+        if not has_sleep_mode():
+            for storage in kv_storages(self):
+                give_pages_back(storage)
+        report.send()
+        return released
+
+    def rollplex_close(self) -> None:
+        actor = self.get_model().rollplex_actor
+        actor.mapping.close()
+        actor.session.close()
+
+    def _rollplex_account(self) -> tuple[Arena, ResidencyReport]:
+        actor = self.get_model().rollplex_actor
+        if not hasattr(self, "_rollplex_arena"):
+            self._rollplex_arena = Arena("rollout", actor.mapping.device)
+        return self._rollplex_arena, ResidencyReport(actor.session, self._rollplex_arena)
