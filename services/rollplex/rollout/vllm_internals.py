@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import nn
 
 _MADV_DONTNEED = 4
@@ -33,6 +34,8 @@ def set_environment() -> None:
                 "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if not torch.cuda.is_available():
         defaults |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # In this process transformers has imported dynamo, which read the variable then.
+        torch._dynamo.config.disable = True
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 

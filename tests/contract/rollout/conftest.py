@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from engine_rig import Actor, Loop, broker, connect, served
-from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel
+from engine_rig import served
+from rollout_rig import actor_mesh
+from tiny_checkpoint import save_tiny
 
 from rollplex.core.config import MeshSection, ModelSection
-from rollplex.data.processor import PromptProcessor
-from rollplex.engine.prompts import PromptReader
-from rollplex.memory.host_driver import HostDriver
 from rollplex.rollout.config import RolloutConfig, RolloutSection, VllmSection
 from rollplex.rollout.server import build_engine
 from rollplex.rollout.servicer import add_rollout
@@ -38,27 +33,19 @@ ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory):
-    """A broker with the trainer's session on it, the actor at snapshot 0, and an oracle on the checkpoint's weights."""
-    torch.set_num_threads(1)
-    checkpoint = save_tiny(tmp_path_factory.mktemp("tiny"))
-    section = MeshSection(runtime_dir=tmp_path_factory.mktemp("mesh", numbered=True))
-    section.runtime_dir.chmod(0o700)
-    loop = Loop()
-    with tensor_parallel(), broker(section), connect(section, "trainer-0", "trainer") as session:
-        processor = PromptProcessor.load(checkpoint, max_prompt_tokens=2048)
-        actor = Actor(session, checkpoint)
-        oracle = frozen_model(checkpoint)
-        yield SimpleNamespace(
-            section=section, checkpoint=checkpoint, session=session, loop=loop, actor=actor, oracle=oracle,
-            model=ModelSection(checkpoint=checkpoint), reader=PromptReader(session, HostDriver(), processor, oracle.config),
-            prompts=PromptMaker(processor, actor.depositor()))
-        actor.mapping.close()
+    with actor_mesh(save_tiny(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("mesh", numbered=True)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
-def rollout(request, mesh):
+def engine_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rollout(engine_name, mesh):
     """The served engine, its run open."""
-    engine = ENGINES[request.param](mesh.model, mesh.section)
+    engine = ENGINES[engine_name](mesh.model, mesh.section)
     with served(mesh.loop, mesh.section, "rollout-0", engine, add_rollout) as client:
         client.engine = engine
         client.open_run(mesh.actor.slab)

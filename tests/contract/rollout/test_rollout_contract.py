@@ -6,51 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from engine_rig import ledger_bytes
+from rollout_rig import SAMPLING, bits_of, generate, start, teacher_forced, tokens_of
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DataLoss, DeadlineExceeded, WrongState
-from rollplex.model import pack_responses, prefix_forward, suffix_forward, token_logprobs
-from rollplex.rpc.convert import to_proto
-from rollplex.v1 import rollout_service_pb2, rollout_service_pb2_grpc, types_pb2
-
-SAMPLING = work.Sampling(temperature=1.0, max_response_tokens=24, seed=5)
-
-
-def start(client, groups, sampling=SAMPLING, **header):
-    stub = rollout_service_pb2_grpc.RolloutServiceStub(client.channel)
-    return client.start(stub.StartGenerate, rollout_service_pb2.StartGenerateRequest,
-                        groups=[to_proto(group, types_pb2.PreparedGroup) for group in groups],
-                        sampling=to_proto(sampling, rollout_service_pb2.Sampling), **header)
-
-
-def generate(mesh, client, groups, sampling=SAMPLING, **header):
-    outcome = client.watch(start(client, groups, sampling, **{"snapshot": mesh.actor.snapshot} | header))
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome
-
-
-def tokens_of(outcome):
-    return {key: sample.token_ids.tolist() for key, sample in outcome.samples.items()}
-
-
-def bits_of(outcome):
-    return {key: (sample.token_ids.tobytes(), sample.logprobs.tobytes()) for key, sample in outcome.samples.items()}
-
-
-@torch.no_grad()
-def teacher_forced(mesh, group, samples, temperature):
-    """The trainer's log-probabilities of the same tokens, one array a sample."""
-    inputs = mesh.reader.read(group)
-    responses = [torch.tensor(sample.token_ids) for sample in samples]
-    packed = pack_responses(inputs.last_token, responses, inputs.suffix_position)
-    hidden = suffix_forward(mesh.oracle, prefix_forward(mesh.oracle, inputs), packed)
-    logp, _ = token_logprobs(mesh.oracle, hidden, packed.targets, temperature=temperature,
-                             forbidden=mesh.oracle.config.forbidden_token_ids)
-    return [part.numpy() for part in packed.split(logp)]
-
 
 @pytest.mark.parametrize("kind", ["text", "image", "video", "mixed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -130,7 +90,9 @@ def test_deterministic_groups_do_not_depend_on_their_company(mesh, bound):
     assert together == backwards == alone
 
 
-def test_batched_and_deterministic_samples_have_the_same_tokens(mesh, bound):
+def test_batched_and_deterministic_samples_have_the_same_tokens(mesh, bound, engine_name):
+    if engine_name == "vllm":
+        pytest.skip("what vLLM computes depends in its last bits on a batch's company; only `torch` promises tokens across modes")
     groups = [mesh.prompts.group(kind, index) for index, kind in enumerate(["text", "video", "image", "mixed", "text"])]
     sampling = dataclasses.replace(SAMPLING, max_response_tokens=80)
     batched = tokens_of(generate(mesh, bound, groups, sampling))

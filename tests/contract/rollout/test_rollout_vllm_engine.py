@@ -1,0 +1,160 @@
+"""What only the `vllm` engine shows: memory of its process, caches of vLLM, and the loader's refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from engine_rig import EngineClient
+from rollout_rig import SAMPLING, generate, tokens_of
+from torch import nn
+
+from rollplex.core.errors import BadInput, InternalError
+from rollplex.rpc.channel import sync_channel
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
+
+
+@pytest.fixture(scope="module")
+def engine_name():
+    return "vllm"
+
+
+@pytest.fixture
+def parameters(bound):
+    (found,) = bound.engine._tokens._engine.apply_model(lambda model: dict(model.named_parameters()))
+    return found
+
+
+def mapped_ranges(inode: int) -> list[tuple[int, int, str]]:
+    """(start, end, permissions) of this process's mappings of a file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = [(fields[0].split("-"), fields[1]) for fields in lines if int(fields[4]) == inode]
+    return [(int(start, 16), int(end, 16), permissions) for (start, end), permissions in found]
+
+
+def resident_bytes(storage: torch.UntypedStorage) -> int:
+    """Of the mappings that hold it."""
+    resident, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in "0123456789abcdef" and "-" in line.split()[0]:
+            start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+            inside = start < storage.data_ptr() + storage.nbytes() and storage.data_ptr() < stop
+        elif inside and line.startswith("Rss:"):
+            resident += int(line.split()[1]) << 10
+    return resident
+
+
+def test_every_parameter_lies_at_its_offset_in_the_read_only_mapping(mesh, bound, parameters):
+    ((start, _, permissions),) = mapped_ranges(mesh.actor.inode)
+    assert permissions == "r--s"
+    offsets = {name: tensor.data_ptr() - start for name, tensor in parameters.items()}
+    assert offsets == {name: tensor.offset_bytes for name, tensor in mesh.actor.layout.tensors.items()}
+
+
+def test_addresses_survive_and_nothing_is_mapped_after_quiesce(mesh, bound, parameters):
+    before = {name: tensor.data_ptr() for name, tensor in parameters.items()}
+    bound.quiesce()
+    assert mapped_ranges(mesh.actor.inode) == []
+    bound.bind(mesh.actor.publish(lambda views: None))
+    assert {name: tensor.data_ptr() for name, tensor in parameters.items()} == before
+    assert len(mapped_ranges(mesh.actor.inode)) == 1
+
+
+def test_keys_and_values_leave_memory(mesh, bound):
+    from rollplex.rollout.vllm_internals import kv_storages
+
+    (storages,) = bound.engine._tokens._engine.collective_rpc(kv_storages)
+    groups = [mesh.prompts.group("text", index, samples=8) for index in range(2)]
+    seen = []
+    for sample_batch in generate(mesh, bound, groups).batches:
+        seen += sample_batch
+    assert len(seen) == 16
+    size = sum(storage.nbytes() for storage in storages)
+    assert size == 1 << 26
+    assert sum(map(resident_bytes, storages)) < size / 8
+    assert bound.quiesce(leave=False).released_bytes == 0
+
+
+def test_a_new_tower_reads_a_known_video_anew(mesh, bound):
+    """vLLM keeps the embeddings of media that it has seen, keyed by their pixels."""
+    group = mesh.prompts.group("video", samples=1)
+    greedy = dataclasses.replace(SAMPLING, greedy=True)
+    before = tokens_of(generate(mesh, bound, [group], greedy))
+    bound.quiesce()
+    name = "visual.merger.mlp.2.weight"
+
+    def negate(views):
+        views[name].neg_()
+
+    bound.bind(mesh.actor.publish(negate))
+    assert tokens_of(generate(mesh, bound, [group], greedy)) != before
+    bound.quiesce()
+    bound.bind(mesh.actor.publish(negate))
+    assert tokens_of(generate(mesh, bound, [group], greedy)) == before
+
+
+@pytest.mark.parametrize("fps", [0.7, 1.0, 4.0])
+def test_videos_of_any_rate_hash_as_ours_do(mesh, bound, fps):
+    group = mesh.prompts.group("video", fps=fps, samples=1)
+    assert len(generate(mesh, bound, [group]).samples) == 1
+
+
+@pytest.mark.parametrize("changes", [{"max_response_tokens": 2048}, {"temperature": 0.001}])
+def test_what_vllm_would_change_silently_is_refused(mesh, bound, changes):
+    with pytest.raises(BadInput):
+        generate(mesh, bound, [mesh.prompts.group("text")], dataclasses.replace(SAMPLING, **changes))
+
+
+def test_a_model_that_is_not_the_layout_is_refused():
+    from rollplex.rollout.vllm_loader import place_parameters
+
+    model = nn.Linear(3, 2)
+    views = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+    place_parameters(model, views)
+    assert model.weight.data_ptr() == views["weight"].data_ptr()
+    for wrong in ({"weight": views["weight"]}, views | {"more": torch.zeros(1)}, views | {"weight": torch.zeros(4, 3)},
+                  views | {"bias": torch.zeros(2, dtype=torch.bfloat16)}):
+        with pytest.raises(InternalError) as caught:
+            place_parameters(model, wrong)
+        assert caught.value.reason == "LAYOUT_MISMATCH"
+
+
+def test_modules_are_built_without_their_memory():
+    from rollplex.rollout.vllm_loader import parameters_without_memory
+
+    with parameters_without_memory():
+        module = nn.Module()
+        module.register_parameter("weight", nn.Parameter(torch.empty(1000, 1000)))
+    assert module.weight.shape == (1000, 1000)
+    assert module.weight.untyped_storage().nbytes() == 4
+
+
+def test_the_process_serves_and_drains(mesh, tmp_path):
+    """`python -m rollplex.rollout --set rollout.engine=vllm` as another replica of the same mesh."""
+    config = tmp_path / "mesh.toml"
+    config.write_text(f'[mesh]\nruntime_dir = "{mesh.section.runtime_dir}"\n[model]\ncheckpoint = "{mesh.checkpoint}"\n')
+    command = [sys.executable, "-W", "ignore", "-m", "rollplex.rollout", "--config", str(config), "--replica", "1",
+               "--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.125"]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        address = mesh.section.address("rollout-1")
+        with sync_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(90)
+        client = EngineClient(address)
+        client.open_run(mesh.actor.slab)
+        assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inode
+        assert len(generate(mesh, client, [mesh.prompts.group("video")]).samples) == 4
+        client.quiesce()
+        client.channel.close()
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
