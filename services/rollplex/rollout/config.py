@@ -19,7 +19,7 @@ class VllmSection:
     kv_cache_gib: float = 1.0
     """Keys and values a device, held while samples decode."""
     max_model_len: int = 0
-    """Prompt and response together, at most; 0: what the checkpoint's positions allow. One such sequence must fit kv_cache_gib."""
+    """Prompt and response together, at most; 0: what the checkpoint allows. One such sequence must fit kv_cache_gib."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that must be free when vLLM starts; kv_cache_gib, not this, sizes what it takes."""
     enforce_eager: bool = False

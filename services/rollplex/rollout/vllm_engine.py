@@ -25,6 +25,8 @@ from rollplex.rollout.vllm_prompts import VllmPrompts
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
 """vLLM's own default of 128 lets no short prompt hit the prefix cache."""
+CPU_STEP_TOKENS = 8192
+"""At least; and never less than the longest sequence."""
 
 
 class VllmEngine:
@@ -148,13 +150,17 @@ def _engine_args(config: RolloutConfig, options: VllmSection, process: str, max_
     source = vllm_loader.SlabSource(config.mesh.address("broker"), str(config.mesh.handle_socket), process,
                                     str(config.model.checkpoint), config.model.dtype)
     on_gpu = vllm_internals.has_sleep_mode()
+    # A prompt that is computed in parts draws from its generator before it should; vLLM then sets the generator back, which
+    # a CPU's cannot do: "CPU Generator does not use offset". There a prompt is computed whole.
+    whole = {} if on_gpu else {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_tokens),
+                               "block_size": CPU_BLOCK_TOKENS}
     return EngineArgs(
-        model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0,
+        **whole, model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0,
         load_format=vllm_loader.LOAD_FORMAT, model_loader_extra_config=source.as_config(),
         worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker",
         max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows,
         kv_cache_memory_bytes=int(options.kv_cache_gib * GIB), gpu_memory_utilization=options.gpu_memory_utilization,
-        block_size=None if on_gpu else CPU_BLOCK_TOKENS, enable_prefix_caching=True,
+        enable_prefix_caching=True,
         enforce_eager=options.enforce_eager or not on_gpu, enable_sleep_mode=on_gpu,
         # The tower whole on every rank, as the slab has it; each medium is processed once, so nothing is worth caching.
         mm_encoder_tp_mode="data", mm_processor_cache_gb=0, skip_mm_profiling=True,

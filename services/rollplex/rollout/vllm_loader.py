@@ -116,8 +116,8 @@ def place_parameters(model: nn.Module, views: Mapping[str, torch.Tensor]) -> Non
         if found != wanted:
             problems.append(f"{name}: {found} in vLLM, {wanted} in the layout")
     if problems:
-        raise InternalError(f"vLLM's model is not the actor's layout, {len(problems)} tensor(s): {'; '.join(sorted(problems)[:5])}",
-                            reason="LAYOUT_MISMATCH")
+        raise InternalError(f"vLLM's model is not the actor's layout, {len(problems)} tensor(s): "
+                            f"{'; '.join(sorted(problems)[:5])}", reason="LAYOUT_MISMATCH")
     for name, parameter in parameters.items():
         parameter.data = views[name]
 

@@ -12,6 +12,7 @@ from rollout_rig import SAMPLING, bits_of, generate, start, teacher_forced, toke
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DataLoss, DeadlineExceeded, WrongState
 
+
 @pytest.mark.parametrize("kind", ["text", "image", "video", "mixed"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_samples_arrive_with_the_trainers_logprobs(mesh, bound, kind, temperature):
