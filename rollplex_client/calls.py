@@ -38,11 +38,15 @@ def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *
                timeout_s: float = SLOW_S) -> Call[results.Run]:
     """Opens a run; returns when the engines have loaded the actor. Idempotent by name and config.
 
-    Raises BadInput for a bad name or config, AlreadyExists for the name with another config, WrongState while another
-    run is busy.
+    What a mapping leaves out takes its default, or with `replay` the recorded run's value. Raises BadInput for a bad name or
+    config, AlreadyExists for the name with another config, WrongState while another run is busy.
     """
-    checked = config if isinstance(config, RunConfig) else parse(RunConfig, dict(config or {}), "run")
-    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(to_plain(checked)),
+    if isinstance(config, RunConfig):
+        given = to_plain(config)
+    else:
+        given = dict(config or {})
+        parse(RunConfig, given, "run")
+    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(given),
                                   replace_open_run=replace_open_run)
     return Call("CreateRun", request, lambda answer: parsing.run(answer.run), timeout_s)
 
@@ -65,6 +69,14 @@ def submit_iteration(run: str, groups: Sequence[Prompt], *, request_id: str | No
     """
     return Call("SubmitIteration", pb.SubmitIterationRequest(**_submission(run, groups, request_id)), parsing.handle,
                 timeout_s)
+
+
+def replay_iteration(run: str, *, request_id: str | None = None, timeout_s: float = SLOW_S
+                     ) -> Call[results.IterationHandle]:
+    """Replays the next recorded iteration of a run that was created with `replay`. Raises WrongState (REPLAY_ENDED) after
+    the last."""
+    request = pb.SubmitIterationRequest(run=run, request_id=request_id or new_id("request"))
+    return Call("SubmitIteration", request, parsing.handle, timeout_s)
 
 
 def submit_validation(run: str, groups: Sequence[Prompt], *, request_id: str | None = None,

@@ -37,7 +37,8 @@ def run(message: pb.Run) -> results.Run:
     return results.Run(name=message.name, state=_enum(pb.RunState, "RUN_STATE_", message.state),
                        config=json.loads(message.config_json or "{}"), snapshot=message.snapshot,
                        next_iteration=message.next_iteration, create_time=_time(message, "create_time"),
-                       last_sequence=message.last_sequence)
+                       last_sequence=message.last_sequence,
+                       replay_iterations=message.replay_iterations)
 
 
 def iteration(message: pb.Iteration) -> results.Iteration:

@@ -25,6 +25,8 @@ class Run:
     next_iteration: int
     create_time: datetime | None
     last_sequence: int
+    replay_iterations: int = 0
+    """Of a run that replays another one: how many iterations that one had done."""
 
 
 @dataclass(frozen=True, slots=True)

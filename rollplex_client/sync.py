@@ -44,6 +44,7 @@ class Client:
     get_run = _method(calls.get_run)
     list_runs = _method(calls.list_runs)
     submit_iteration = _method(calls.submit_iteration)
+    replay_iteration = _method(calls.replay_iteration)
     submit_validation = _method(calls.submit_validation)
     get_iteration = _method(calls.get_iteration)
     cancel = _method(calls.cancel)

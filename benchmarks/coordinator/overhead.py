@@ -49,7 +49,8 @@ async def measure(groups: int, samples: int, iterations: int) -> dict[str, objec
                 memory.append(own_bytes())
                 if done.state.value != "done":
                     raise RuntimeError(f"iteration {number}: {done.error}")
-                print(f"iteration {number}: {1000 * seconds[-1] / groups:.2f} ms a group, {memory[-1] / 2**20:.0f} MiB", flush=True)
+                print(f"iteration {number}: {1000 * seconds[-1] / groups:.2f} ms a group, {memory[-1] / 2**20:.0f} MiB",
+                      flush=True)
             journal_bytes = sum(file.stat().st_size for file in (Path(directory) / "run").glob("journal*"))
     warm = len(memory) // 5
     return {"groups": groups, "samples_per_group": samples, "iterations": iterations,

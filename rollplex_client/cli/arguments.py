@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SCHEDULES = ("serial", "overlap")
+SCHEDULES = ("serial", "overlap", "disaggregated")
+DEMO_SCHEDULES = ("serial", "overlap")
+"""The demo compares the two."""
 CONTROLS = ("shuffle-rewards", "blank-videos")
 
 
@@ -89,6 +91,9 @@ def _add_training_commands(add) -> None:
     train.add_argument("--validate-every", type=int, metavar="M", help="iterations; 0: only before and after")
     train.add_argument("--out", type=Path, metavar="DIR", help="summary, metrics and report (default runs/NAME)")
     train.add_argument("--schedule", choices=SCHEDULES)
+    train.add_argument("--replay", metavar="RUN", help="train on the recorded prompts, responses and rewards of that run again; "
+                       "options that are not given are its own")
+    train.add_argument("--replay-journal", type=Path, metavar="FILE", help="journal of another mesh that recorded it")
     train.add_argument("--export", type=Path, metavar="DIR", help="write the trained checkpoint there")
     train.add_argument("--filter-bad-rows", action="store_true", default=None,
                        help="leave out rows that cannot be used, counted and listed")
@@ -97,7 +102,7 @@ def _add_training_commands(add) -> None:
     demo = add("demo", "demo_command:demo", "Make data and a small model, train it for real, and report.")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--control", choices=CONTROLS, help="a run in which nothing can be learned")
-    demo.add_argument("--schedule", choices=SCHEDULES, default="overlap")
+    demo.add_argument("--schedule", choices=DEMO_SCHEDULES, default="overlap")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR")
     demo.add_argument("--iterations", type=int, metavar="N", help="default: the recipe's")
     demo.add_argument("--keep-up", action="store_true", help="leave the mesh up afterwards")

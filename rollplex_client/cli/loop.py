@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable
+from rollplex.core.errors import Aborted, BadInput, RollplexError, Unavailable, WrongState
 from rollplex.core.ids import new_id
 from rollplex_client.prompts import Prompt
 from rollplex_client.results import Event, Iteration, IterationHandle, Run
@@ -31,7 +31,7 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.groups_per_iteration > len(self.prompts):
+        if self.prompts and self.groups_per_iteration > len(self.prompts):
             raise BadInput(f"groups_per_iteration is {self.groups_per_iteration}, but there are only "
                            f"{len(self.prompts)} usable rows", reason="TOO_FEW_ROWS", rows=len(self.prompts))
 
@@ -147,6 +147,26 @@ class TrainingLoop:
             with contextlib.suppress(RollplexError):
                 self._client.cancel(handle)
             raise
+
+
+class ReplayLoop(TrainingLoop):
+    """Replays the recorded iterations that are left, at most the plan's number of them."""
+
+    def train(self, run: Run) -> None:
+        if run.next_iteration == 0 and self._plan.heldout:
+            self._validate()
+        for iteration in range(self._plan.iterations):
+            try:
+                self._carry_out(self._replay, [], [])
+            except WrongState as error:
+                if error.reason != "REPLAY_ENDED":
+                    raise
+                return
+            if self._plan.validates_after(iteration):
+                self._validate()
+
+    def _replay(self, run: str, groups: Sequence[Prompt], request_id: str) -> IterationHandle:
+        return self._client.replay_iteration(run, request_id=request_id)
 
 
 def refused_groups(error: RollplexError) -> list[int]:

@@ -47,11 +47,10 @@ def programs(settings: Settings) -> list[Program]:
     coordinator = settings.sections["coordinator"]
     wanted = [Program("keeper", "rollplex.broker.keeper", "broker", serves_grpc=False),
               Program("broker", "rollplex.broker", "broker")]
-    for role, count in (("trainer", coordinator.trainer_ranks), ("reference", coordinator.reference_ranks),
-                        ("rollout", coordinator.rollout_replicas)):
+    for role, option in RANK_OPTIONS.items():
         # Rank 0 is the default of every entry point.
-        wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, (RANK_OPTIONS[role], str(rank)) if rank else ())
-                   for rank in range(count)]
+        wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, (option, str(rank)) if rank else ())
+                   for rank in range(settings.mesh.ranks(role))]
     if coordinator.builtin_reward:
         wanted.append(Program("reward", "rollplex.reward", "reward"))
     return [*wanted, Program("coordinator", "rollplex.coordinator", "coordinator")]
@@ -59,10 +58,6 @@ def programs(settings: Settings) -> list[Program]:
 
 def service_config(settings: Settings) -> dict[str, Any]:
     """What the services read. Raises BadInput where two sections contradict each other."""
-    ranks, parallel = settings.sections["coordinator"].trainer_ranks, settings.sections["trainer"].tensor_parallel_size
-    if ranks != parallel:
-        raise BadInput(f"coordinator.trainer_ranks is {ranks}, trainer.tensor_parallel_size is {parallel}; "
-                       "they must be equal", reason="BAD_CONFIG")
     given, address = settings.sections["reward"].address, settings.mesh.address("reward")
     if given not in (None, address):
         raise BadInput(f"reward.address is {given}, but the mesh looks for it at {address}; write "

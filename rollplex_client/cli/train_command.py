@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from rollplex.core.errors import BadInput, RollplexError
 from rollplex_client.cli.artifacts import MetricsFile, write_summary
-from rollplex_client.cli.loop import Plan, TrainingLoop
+from rollplex_client.cli.loop import Plan, ReplayLoop, TrainingLoop
 from rollplex_client.cli.mesh import mesh_for
 from rollplex_client.cli.mesh_commands import health_display, model_option
 from rollplex_client.cli.output import Output
@@ -68,13 +69,13 @@ class Recorder:
 
 def train(arguments: argparse.Namespace, output: Output) -> None:
     settings = load(arguments, _options(arguments))
-    data, section = settings.sections["data"], settings.sections["train"]
-    if data.file is None:
+    data, section, replayed = settings.sections["data"], settings.sections["train"], settings.run.replay
+    if data.file is None and not replayed:
         raise BadInput("no data: give --data FILE, or file in the [data] section", reason="DATA_MISSING")
     name = section.run or time.strftime("train-%Y%m%d-%H%M%S")
     folder = section.out or Path("runs") / name
-    settings = merged(settings, {"coordinator": {"media_roots": media_roots(settings)}})
-    rows, heldout = read_rows(settings, data.file), read_rows(settings, data.heldout)
+    settings = merged(settings, {"coordinator": {"media_roots": media_roots(settings)}, "mesh": _own_replicas(settings)})
+    rows, heldout = read_rows(settings, None if replayed else data.file), read_rows(settings, data.heldout)
     _note_refused(output, rows, data.file)
     plan = Plan(name, rows.prompts, heldout.prompts, section.iterations, section.groups_per_iteration,
                 section.validate_every, section.shuffle, settings.run.seed)
@@ -100,10 +101,19 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     section = {"run": arguments.run, "iterations": arguments.iterations, "out": arguments.out,
                "groups_per_iteration": arguments.groups_per_iteration, "validate_every": arguments.validate_every,
                "export": arguments.export}
-    given = {"data": data, "train": section, "run": {"schedule": arguments.schedule}}
+    journal = arguments.replay_journal.absolute() if arguments.replay_journal else None
+    given = {"data": data, "train": section, "run": {"schedule": arguments.schedule, "replay": arguments.replay},
+             "coordinator": {"replay_journal": journal}}
     return {**model_option(arguments),
             **{name: {key: value for key, value in values.items() if value is not None}
                for name, values in given.items()}}
+
+
+def _own_replicas(settings: Settings) -> dict[str, Any]:
+    """Schedule `disaggregated` needs rollout on devices of its own: as many replicas as would share, unless a number is
+    given."""
+    needed = settings.run.schedule == "disaggregated" and not settings.mesh.own_replicas
+    return {"own_replicas": settings.mesh.topology.q} if needed else {}
 
 
 def media_roots(settings: Settings) -> list[str]:
@@ -143,11 +153,16 @@ def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, outpu
              filter_bad: bool = False, metrics_name: str = "metrics.jsonl") -> Recorder:
     """Creates (or continues) the run and carries out the plan. What is done when it is interrupted stays on record."""
     metrics = MetricsFile(folder / metrics_name)
-    run = client.create_run(plan.run, settings.run, replace_open_run=True)
+    # What a replay is not told to do otherwise, it does as the recorded run.
+    config = settings.given["run"] if settings.run.replay else settings.run
+    run = client.create_run(plan.run, config, replace_open_run=True)
+    loop, iterations = TrainingLoop, plan.iterations
+    if settings.run.replay:
+        loop, iterations = ReplayLoop, min(iterations, run.replay_iterations)
     try:
-        with Silent() if output.json else LiveProgress(output.console, plan.run, plan.iterations) as display:
+        with Silent() if output.json else LiveProgress(output.console, plan.run, iterations) as display:
             recorder = Recorder(display, metrics)
-            TrainingLoop(client, plan, recorder, filter_bad=filter_bad).train(run)
+            loop(client, dataclasses.replace(plan, iterations=iterations), recorder, filter_bad=filter_bad).train(run)
     finally:
         metrics.close()
     return recorder

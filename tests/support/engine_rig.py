@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import torch
 from rollplex.core import ids, work
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import RollplexError, Unavailable
+from rollplex.core.topology import Topology, device_name
 from rollplex.engine.actor import ActorMapping
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
@@ -100,9 +102,17 @@ class EngineClient:
     def __init__(self, address: str) -> None:
         self.channel = sync_channel(address)
         self.phase = phase_grpc.PhaseServiceStub(self.channel)
-        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=10, wait_for_ready=True)
-        self._epoch, self._sequence = next(self._epochs), 0
-        self.phase.Join(phase_pb.JoinRequest(epoch=self._epoch), timeout=10)
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=next(self._epochs)), timeout=90, wait_for_ready=True)
+        self.join(self.new_epoch())
+
+    @classmethod
+    def new_epoch(cls) -> int:
+        return next(cls._epochs)
+
+    def join(self, epoch: int) -> None:
+        """Ranks of one group join the same epoch."""
+        self._epoch, self._sequence = epoch, 0
+        self.joined = self.phase.Join(phase_pb.JoinRequest(epoch=epoch), timeout=10, wait_for_ready=True)
 
     def start(self, method: Callable, message: type, *, snapshot: int = 0, iteration: int = 0, timeout_s: float = 60,
               **fields: Any) -> str:
@@ -130,8 +140,8 @@ class EngineClient:
                 outcome.error = from_detail(event.failure)
         return outcome
 
-    def open_run(self, actor_slab: str = "") -> work.OpenRunResult:
-        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest, actor_slab=actor_slab)
+    def open_run(self) -> work.OpenRunResult:
+        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest)
         return self.watch(command).value("open_run", work.OpenRunResult)
 
     def bind(self, snapshot: int) -> work.BindResult:
@@ -147,31 +157,55 @@ class EngineClient:
 
 
 class Actor:
-    """The trainer's part: it fills the actor slab from a checkpoint and publishes snapshots."""
+    """The trainers' part: it fills every device's slab from a checkpoint and publishes snapshots.
 
-    def __init__(self, session: BrokerSession, checkpoint: Path, dtype: str = "float32") -> None:
-        config = read_model_config(checkpoint)
+    `views` are the whole parameters by training name, in memory of their own; each device gets its rollout shard of them.
+    """
+
+    def __init__(self, session: BrokerSession, checkpoint: Path, dtype: str = "float32", topology: Topology | None = None,
+                 replica: int = 0) -> None:
+        """`replica`: whose leader's device `slab` and `inode` are of."""
+        config, self.topology = read_model_config(checkpoint), topology or Topology()
         self.session, self.snapshot = session, 0
-        self.layout = ActorLayout.build(config, 1, dtype)
-        self.slab = ids.actor_slab(RUN, "host")
-        session.create(self.slab, object_class="actor_snapshot", size_bytes=self.layout.size_bytes, run=RUN)
-        self.mapping = ActorMapping(session, HostDriver(), self.layout)
-        self.mapping.open(self.slab)
-        self.inode = self.mapping.bind_for_update(None)
-        self.views = self.layout.training_views(self.mapping.views())
+        self.layout = ActorLayout.build(config, self.topology.rollout_tp, dtype, self.topology.train_tp)
+        whole = ActorLayout.build(config, 1, dtype)
+        self.views = whole.training_views(whole.views(torch.zeros(whole.size_bytes, dtype=torch.uint8)))
         load_into(checkpoint, config, self.views)
-        self.mapping.unbind()
-        session.register_snapshot(RUN, [self.slab], 0)
+        self.slabs = [ids.actor_slab(RUN, device_name(index)) for index in range(self.topology.device_count)]
+        self.mappings = []
+        for index, slab in enumerate(self.slabs):
+            session.create(slab, object_class="actor_snapshot", device=device_name(index), size_bytes=self.layout.size_bytes,
+                           run=RUN)
+            self.mappings.append(ActorMapping(session, HostDriver(), self.layout, device_name(index)))
+            self.mappings[-1].open(slab)
+        self.inodes = [mapping.bind_for_update(None) for mapping in self.mappings]
+        self._write()
+        devices = self.topology.replica_devices(replica)
+        self.slab, self.inode = self.slabs[devices[0]], self.inodes[devices[0]]
+        self.inodes_of_replica = {device_name(device): self.inodes[device] for device in devices}
+        session.register_snapshot(RUN, self.slabs, 0)
 
     def publish(self, change: Callable[[dict[str, torch.Tensor]], None]) -> int:
-        """Applies `change` to the training views under an update epoch; the new snapshot's number."""
+        """Applies `change` to the whole parameters and writes them under an update epoch; the new snapshot's number."""
         epoch = self.session.begin_update(RUN, self.snapshot, [self.session.process])
-        self.mapping.bind_for_update(epoch)
+        for mapping in self.mappings:
+            mapping.bind_for_update(epoch)
         change(self.views)
-        self.mapping.unbind()
+        self._write()
         self.snapshot += 1
         self.session.publish_snapshot(RUN, epoch, self.snapshot)
         return self.snapshot
+
+    def close(self) -> None:
+        for mapping in self.mappings:
+            mapping.close()
+
+    def _write(self) -> None:
+        for device, mapping in enumerate(self.mappings):
+            for name, view in self.layout.segment_views(mapping.views()).items():
+                shard = self.layout.rollout_shards[name]
+                view.copy_(shard.take(self.views[name], self.topology.rollout_shard(device)))
+            mapping.unbind()
 
     def depositor(self) -> Callable[[str, int, int], object]:
         return lambda name, fd, size: self.session.deposit(name, fd, object_class="media", run=RUN)
@@ -187,6 +221,24 @@ def served(loop: Loop, mesh: MeshSection, name: str, engine: Any, add_role: Any)
         client.channel.close()
         loop.run(running.drain(2))
         engine.close()
+
+
+@contextmanager
+def engine_process(mesh: MeshSection, module: str, name: str, *options: str) -> Iterator[tuple[EngineClient, subprocess.Popen]]:
+    """`python -m module` over the mesh's own config file, until the end of the context."""
+    command = [sys.executable, "-W", "ignore", "-m", module, "--set", f"mesh.runtime_dir={mesh.runtime_dir}", *options]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        with sync_channel(mesh.address(name)) as channel:
+            grpc.channel_ready_future(channel).result(90)
+        client = EngineClient(mesh.address(name))
+        yield client, process
+        client.channel.close()
+        process.terminate()
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def ledger_bytes(session: BrokerSession, object_class: str) -> int:

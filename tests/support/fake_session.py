@@ -38,7 +38,7 @@ class FakeSession:
     leases: list[FakeLease] = field(default_factory=list)
     snapshot: int = 0
 
-    def add(self, name: str, fd: int, size_bytes: int, device: str = "host") -> None:
+    def add(self, name: str, fd: int, size_bytes: int, device: str = "host:0") -> None:
         kept = os.dup(fd)
         slab = Slab(name, "media", "coordinator", device, size_bytes, inode=os.fstat(kept).st_ino)
         self.slabs[name] = slab, kept

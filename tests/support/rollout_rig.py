@@ -13,6 +13,7 @@ from tiny_checkpoint import PromptMaker, frozen_model, tensor_parallel
 
 from rollplex.core import work
 from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.topology import Topology
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.host_driver import HostDriver
@@ -24,7 +25,8 @@ SAMPLING = work.Sampling(temperature=1.0, max_response_tokens=24, seed=5)
 
 
 @contextmanager
-def actor_mesh(checkpoint: Path, runtime_dir: Path) -> Iterator[SimpleNamespace]:
+def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = None, replica: int = 0
+               ) -> Iterator[SimpleNamespace]:
     """A broker with the trainer's session on it, the actor at snapshot 0, and an oracle on the checkpoint's weights."""
     torch.set_num_threads(1)
     section = MeshSection(runtime_dir=runtime_dir)
@@ -32,13 +34,13 @@ def actor_mesh(checkpoint: Path, runtime_dir: Path) -> Iterator[SimpleNamespace]
     loop = Loop()
     with tensor_parallel(), broker(section), connect(section, "trainer-0", "trainer") as session:
         processor = PromptProcessor.load(checkpoint, max_prompt_tokens=2048)
-        actor = Actor(session, checkpoint)
+        actor = Actor(session, checkpoint, topology=topology, replica=replica)
         oracle = frozen_model(checkpoint)
         yield SimpleNamespace(
             section=section, checkpoint=checkpoint, session=session, loop=loop, actor=actor, oracle=oracle,
             model=ModelSection(checkpoint=checkpoint), reader=PromptReader(session, HostDriver(), processor, oracle.config),
             prompts=PromptMaker(processor, actor.depositor()))
-        actor.mapping.close()
+        actor.close()
 
 
 def start(client, groups, sampling=SAMPLING, **header):

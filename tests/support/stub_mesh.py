@@ -24,12 +24,13 @@ from rollplex.coordinator.server import build
 from rollplex.core import work
 from rollplex.core.config import MeshSection, ModelSection, RunConfig
 from rollplex.core.ids import actor_slab
+from rollplex.core.topology import device_name
 from rollplex.data.rows import PromptRow
 from rollplex.memory.client import BrokerSession
 from rollplex.reference.servicer import add_reference
 from rollplex.rollout.servicer import add_rollout
 from rollplex.rpc.engine_server import start_engine
-from rollplex.rpc.server import start_server
+from rollplex.rpc.server import RunningServer, start_server
 from rollplex.trainer.servicer import add_trainer
 from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
 
@@ -43,7 +44,9 @@ class Stub:
     role: str
     mesh: MeshSection
     rank: int = 0
+    """A replica's number for rollout."""
     tensor_parallel_size: int = 1
+    devices: tuple[int, ...] = ()
     layout_hash: str = "stub"
     open_run_name: str = ""
     bound_snapshot: int = -1
@@ -60,20 +63,22 @@ class Stub:
             self.hooks[name](context)
         context.check()
 
-    def open_run(self, context, run, snapshot, config: RunConfig, slab, attach) -> work.OpenRunResult:
+    def open_run(self, context, run, snapshot, config: RunConfig, attach) -> work.OpenRunResult:
         self._enter("attach" if attach else "open_run", context)
         self.open_run_name = run
+        slab = ""
         if self.role == "trainer" and not attach:
             self.session = self.session or BrokerSession.connect(
-                self.mesh.address("broker"), self.mesh.handle_socket, process="trainer-0", role="trainer")
-            slab = actor_slab(run, "host")
-            self.session.create(slab, object_class="actor_snapshot", size_bytes=ACTOR_BYTES, run=run)
+                self.mesh.address("broker"), self.mesh.handle_socket, process=f"trainer-{self.rank}", role="trainer")
+            device = device_name(self.rank)
+            slab = actor_slab(run, device)
+            self.session.create(slab, object_class="actor_snapshot", device=device, size_bytes=ACTOR_BYTES, run=run)
         return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
 
     def bind_snapshot(self, context, snapshot) -> work.BindResult:
         self._enter("bind_snapshot", context)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, 1, 7)
+        return work.BindResult(snapshot, 1, {device_name(device): 7 + device for device in self.devices})
 
     def quiesce(self, context, leave_snapshot) -> work.QuiesceResult:
         self._enter("leave_snapshot" if leave_snapshot else "quiesce", context)
@@ -89,12 +94,16 @@ class Stub:
 class StubRollout(Stub):
     """Answers `respond(group_index, sample_index)` token ids for every sample, at once."""
 
+    groups: Sequence[work.PreparedGroup] = ()
+    """What it generated last."""
+
     respond: Callable[[int, int], list[int]] = staticmethod(lambda group, sample: [5 + sample % 3, 6, 7])
     last_token_gate: threading.Event | None = None
     """When set, the last sample is held back until the event is."""
 
     def generate(self, context, groups, sampling, *, snapshot, iteration) -> work.GenerateResult:
         self._enter("generate", context)
+        self.groups = groups
         finished = []
         for group in groups:
             for index in range(group.sample_count):
@@ -171,16 +180,36 @@ class StubReward(reward_service_pb2_grpc.RewardServiceServicer):
             else reward_service_pb2.Score(error="no idea") for value in values])
 
 
+ROLES = {"rollout": (StubRollout, add_rollout), "reference": (StubScorer, add_reference),
+         "trainer": (StubTrainer, add_trainer)}
+
+
 @dataclass
 class StubMesh:
     coordinator: Coordinator
     mesh: MeshSection
-    rollout: StubRollout
-    reference: StubScorer
-    trainer: StubTrainer
+    rollouts: list[StubRollout]
+    references: list[StubScorer]
+    trainers: list[StubTrainer]
     reward: StubReward
     restart: Callable
     """Closes the coordinator and builds another one on the same journal."""
+    kill: Callable
+    """(service name): its connections break and it serves no more."""
+    replace: Callable
+    """(service name): another process of that name serves, which knows of nothing. Returns its engine."""
+
+    @property
+    def rollout(self) -> StubRollout:
+        return self.rollouts[0]
+
+    @property
+    def reference(self) -> StubScorer:
+        return self.references[0]
+
+    @property
+    def trainer(self) -> StubTrainer:
+        return self.trainers[0]
 
     async def finished(self, key, timeout_s: float = 20.0):
         """The iteration once it has ended."""
@@ -195,19 +224,38 @@ class StubMesh:
 
 
 @asynccontextmanager
-async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None):
-    """Starts everything; `register_reward` puts the stub reward in as "stub"."""
-    mesh = MeshSection(runtime_dir=runtime_dir, drain_timeout_s=0.2)
+async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None, **sizes: int):
+    """Starts everything, the stub reward registered as "stub". `sizes`: more of [mesh], as train_tensor_parallel."""
+    mesh = MeshSection(runtime_dir=runtime_dir, drain_timeout_s=0.2, **sizes)
     model = ModelSection(checkpoint=checkpoint)
     config = config or CoordinatorConfig(builtin_reward="")
     broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
     servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
     await broker.start()
-    engines = {"rollout-0": (StubRollout("rollout", mesh), add_rollout),
-               "reference-0": (StubScorer("reference", mesh), add_reference),
-               "trainer-0": (StubTrainer("trainer", mesh), add_trainer)}
-    for name, (engine, add) in engines.items():
-        servers.append(await start_engine(name, mesh.address(name), engine, add))
+    engines: dict[str, Stub] = {}
+    running: dict[str, RunningServer] = {}
+
+    async def start(role: str, index: int) -> None:
+        name, (kind, add) = f"{role}-{index}", ROLES[role]
+        devices = mesh.topology.replica_devices(index) if role == "rollout" else (index,)
+        ranks = 1 if role == "rollout" else mesh.ranks(role)
+        engines[name] = kind(role, mesh, rank=index, tensor_parallel_size=ranks, devices=devices)
+        running[name] = await start_engine(name, mesh.address(name), engines[name], add)
+
+    async def kill(name: str) -> None:
+        await running.pop(name).drain(0)
+
+    async def replace(name: str) -> Stub:
+        role, _, index = name.rpartition("-")
+        before = engines[name]
+        await start(role, int(index))
+        engines[name].session = before.session
+        result.__dict__[f"{role}s"][int(index)] = engines[name]
+        return engines[name]
+
+    for role in ROLES:
+        for index in range(mesh.ranks(role)):
+            await start(role, index)
     reward = StubReward()
 
     def add_reward(server):
@@ -227,16 +275,16 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
     async def restart() -> None:
         result.coordinator = await start_coordinator()
 
-    result = StubMesh(await start_coordinator(), mesh, engines["rollout-0"][0], engines["reference-0"][0],
-                      engines["trainer-0"][0], reward, restart)
+    by_role = [[engine for engine in engines.values() if engine.role == role] for role in ROLES]
+    result = StubMesh(await start_coordinator(), mesh, *by_role, reward, restart, kill, replace)
     await result.coordinator.rewards.register(RewardRegistration("stub", mesh.address("reward")))
     try:
         yield result
     finally:
         await current["close"]()
-        for engine, _ in engines.values():
+        for engine in engines.values():
             await asyncio.to_thread(engine.close)  # the broker answers on this loop
-        for server in reversed(servers):
+        for server in [*running.values(), *reversed(servers)]:
             await server.drain(0.1)
         await broker.close()
 

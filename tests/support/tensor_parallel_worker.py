@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny_qwen import Bound, bind_model, exact_float64, make_groups, two_stage_loss
+from tiny_qwen import Bound, bind_model, exact_float64, make_groups, make_prompt, two_stage_loss
 
 from rollplex.model import (
+    GroupDecoder,
     destroy_tensor_parallel,
     init_tensor_parallel,
     pack_responses,
@@ -22,7 +23,7 @@ KINDS, LENGTHS = ["video", "text", "one_token", "two_images"], [3, 1, 4]
 
 
 def measure(bound: Bound, saved: str) -> dict:
-    """Loss, gradients by training name, and log-probabilities of the first group."""
+    """Loss, gradients by training name, log-probabilities of the first group, and logits of decoding."""
     groups = make_groups(bound.config, KINDS, torch.float64, LENGTHS)
     loss = two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved, micro_batch_tokens=4)
     sum_replicated_gradients(bound.model)
@@ -32,7 +33,24 @@ def measure(bound: Bound, saved: str) -> dict:
         hidden = suffix_forward(bound.model, prefix_forward(bound.model, inputs), packed)
         logp, entropy = token_logprobs(bound.model, hidden, packed.targets, with_entropy=True)
     gradients = {name: parameter.grad for name, parameter in bound.model.parameters_by_name().items()}
-    return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy}
+    return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy, "decoded": decode(bound)}
+
+
+def decode(bound: Bound) -> torch.Tensor:
+    """[steps, B, V]; above one rank with o_proj and down_proj stored as where q > 1. One group leaves on the way."""
+    views = dict(bound.rollout_views)
+    for name, view in views.items():
+        if bound.layout.tp > 1 and name.startswith("language_model") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            views[name] = view.T.contiguous().T
+    decoder = GroupDecoder(bound.config, bound.layout, views)
+    prompts = [make_prompt(bound.config, kind, seed) for seed, kind in enumerate(["video", "one_token", "two_images"])]
+    state = decoder.start(zip(prompts, (2, 3, 2)), 4)
+    logits = [decoder.step(state)]
+    tokens_B = torch.tensor([5, 60, 100, 7, 150, 180, 202])
+    logits.append(decoder.step(state, tokens_B))
+    kept = state.keep_groups([True, False, True])
+    logits.append(decoder.step(state, tokens_B.flip(0)[kept]))
+    return torch.cat(logits)
 
 
 def main(folder: str, rank: int, size: int, checkpoints: list[str]) -> None:

@@ -16,10 +16,11 @@ from rollplex.core import work
 from rollplex.core.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.errors import NotFound, WrongState
 from rollplex.core.leases import LeaseMode
-from rollplex.engine import ActorMapping
+from rollplex.engine import Communicator
 from rollplex.memory.host_driver import HostDriver, sealed_memfd
 from rollplex.memory.slab import Slab
 from rollplex.model import PromptInputs, VisionLanguageModel, read_model_config
+from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.engine import TrainerEngine
 
 # isort: split
@@ -142,8 +143,9 @@ def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype) -> Tra
     """As a new process would have it. Needs a tensor-parallel group."""
     config = read_model_config(checkpoint)
     model = VisionLanguageModel(config, dtype)
-    actor = ActorMapping(broker, broker.driver, model.layout)
-    return TrainerEngine(broker, TextReader(config), model, actor, checkpoint, logprob_chunk_tokens=7,
+    actor = ActorSlabs(broker, broker.driver, model.layout, 0)
+    alone = Communicator("trainer", 0, 1, Path(), timeout_s=1.0)
+    return TrainerEngine(broker, TextReader(config), model, actor, checkpoint, alone, logprob_chunk_tokens=7,
                          offload_pool_bytes=1 << 20)
 
 

@@ -15,6 +15,7 @@ from rollplex.core import ids, work
 from rollplex.core.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.leases import LeaseMode
 from rollplex.core.strict import to_plain
+from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession
 from rollplex.rpc.convert import to_proto
 from rollplex.rpc.status import error_from_rpc
@@ -62,10 +63,10 @@ class Iterated:
 class TrainerClient(EngineClient):
     """One trainer rank, and its run's snapshot."""
 
-    def __init__(self, address: str, session: BrokerSession, run: str) -> None:
+    def __init__(self, address: str, session: BrokerSession, run: str, rank: int = 0) -> None:
         super().__init__(address)
         self.trainer = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
-        self.session, self.run, self.slab = session, run, ids.actor_slab(run, "host")
+        self.session, self.run, self.slab = session, run, ids.actor_slab(run, device_name(rank))
 
     def start(self, method, message, *, snapshot=0, iteration=0, timeout_s=60.0, **fields) -> str:
         self._sequence += 1
@@ -78,13 +79,13 @@ class TrainerClient(EngineClient):
             self._sequence -= 1
             raise error_from_rpc(error) from error
 
-    def open(self, run_config: RunConfig, *, attach: bool = False, snapshot: int = -1) -> work.OpenRunResult:
+    def open(self, run_config: RunConfig, *, attach: bool = False, snapshot: int = -1, register: bool = True
+             ) -> work.OpenRunResult:
         """A new run is registered as snapshot 0, as the coordinator does."""
         command = self.start(self.phase.StartOpenRun, phase_service_pb2.StartOpenRunRequest, snapshot=snapshot,
-                             run_config_json=json.dumps(to_plain(run_config)), attach=attach,
-                             actor_slab=self.slab if attach else "")
+                             run_config_json=json.dumps(to_plain(run_config)), attach=attach)
         result = self.watch(command).value("open_run", work.OpenRunResult)
-        if not attach:
+        if register and not attach:
             self.session.register_snapshot(self.run, [result.actor_slab], 0)
         return result
 
@@ -100,11 +101,13 @@ class TrainerClient(EngineClient):
         return self.watch(command).value("score", work.ScoreResult)
 
     def train(self, responses, snapshot: int) -> work.SuffixResult:
+        return self.watch(self.start_train(responses, snapshot)).value("suffix", work.SuffixResult)
+
+    def start_train(self, responses, snapshot: int) -> str:
         groups = [to_proto(group, reference_service_pb2.ResponseGroup) for group in responses]
         scale = to_proto(scale_of(responses), trainer_service_pb2.LossScale)
-        command = self.start(self.trainer.StartTrainSuffix, trainer_service_pb2.StartTrainSuffixRequest,
-                             snapshot=snapshot, groups=groups, scale=scale)
-        return self.watch(command).value("suffix", work.SuffixResult)
+        return self.start(self.trainer.StartTrainSuffix, trainer_service_pb2.StartTrainSuffixRequest,
+                          snapshot=snapshot, groups=groups, scale=scale)
 
     def measure(self) -> work.GradientResult:
         command = self.start(self.trainer.StartMeasureGradient, trainer_service_pb2.StartMeasureGradientRequest)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollplex.core.phases import Phase
 from rollplex.core.residency import CONTRACT, Holding, Residency, check
+from rollplex.core.topology import is_host
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import LedgerRow, Slab
 
@@ -16,7 +17,7 @@ Key = tuple[str, str, str]
 
 def slab_residency(object_class: str, device: str) -> Residency:
     """A device slab is hot. A host slab is parked, unless its class never is: then the host is what computes on it."""
-    return Residency.PINNED if device == "host" and CONTRACT[object_class].parked else Residency.HBM
+    return Residency.PINNED if is_host(device) and CONTRACT[object_class].parked else Residency.HBM
 
 
 @dataclass(slots=True)

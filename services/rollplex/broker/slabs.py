@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
 from rollplex.core.residency import CONTRACT
+from rollplex.core.topology import is_host
 from rollplex.memory.slab import Slab
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -24,7 +25,7 @@ def check_announced(slab: Slab) -> None:
     if slab.object_class not in CONTRACT:
         raise BadInput(f"object class {slab.object_class!r} is none of {', '.join(CONTRACT)}",
                        reason="BAD_OBJECT_CLASS")
-    if slab.device != "host":
+    if not is_host(slab.device):
         raise BadInput(f"slab {slab.name} on device {slab.device!r}: this broker has the host driver only",
                        reason="NO_DRIVER", device=slab.device)
     if slab.size_bytes < 1:

@@ -14,20 +14,17 @@ class CoordinatorConfig:
 
     journal: Path | None = None
     """SQLite file; absent: `journal.sqlite` in the runtime directory."""
+    replay_journal: Path | None = None
+    """Another mesh's journal, in which runs to be replayed are looked up after this mesh's own."""
     media_roots: tuple[Path, ...] = ()
     """Media paths of prompts must lie inside one of these, symlinks resolved; empty: no media is read."""
     decode_workers: int = 1
     """Processes that decode media."""
     media: MediaLimits = field(default_factory=MediaLimits)
-    trainer_ranks: int = 1
-    """Tensor-parallel ranks of the trainer: services trainer-0, trainer-1, ..."""
-    reference_ranks: int = 1
-    rollout_replicas: int = 1
     builtin_reward: str = "video_r1"
     """Registers the mesh's own reward service under this name; empty: only rewards that clients register."""
     builtin_reward_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("decode_workers", "trainer_ranks", "reference_ranks", "rollout_replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.decode_workers < 1:
+            raise ValueError(f"decode_workers is {self.decode_workers}; it must be at least 1")

@@ -17,6 +17,7 @@ from rollplex.coordinator.iteration import IterationWork, run_iteration, run_val
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
 from rollplex.coordinator.peers import Place
+from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import (
     ErrorRecord,
     Event,
@@ -53,8 +54,9 @@ class Job:
 class Coordinator:
     """One mesh's runs. All methods run on the event loop."""
 
-    def __init__(self, mesh: Mesh, journal: Journal, intake: Intake, rewards: RewardBook) -> None:
+    def __init__(self, mesh: Mesh, journal: Journal, intake: Intake, rewards: RewardBook, recordings: Recordings) -> None:
         self.mesh, self.journal, self.intake, self.rewards = mesh, journal, intake, rewards
+        self.recordings = recordings
         self.runs: dict[str, Run] = {}
         self.open_run: Run | None = None
         self.phase = Phase.IDLE
@@ -140,10 +142,7 @@ class Coordinator:
     async def create_run(self, name: str, config_json: str) -> Run:
         """Opens a run from the checkpoint; see CoordinatorService.CreateRun."""
         check_run_name(name)
-        try:
-            config = parse(RunConfig, json.loads(config_json or "{}"))
-        except json.JSONDecodeError as error:
-            raise BadInput(f"config_json is no JSON: {error}", reason="BAD_CONFIG") from error
+        config = await self._read_config(config_json)
         text = json.dumps(to_plain(config), sort_keys=True)
         async with self._submitting:
             known = self.runs.get(name)
@@ -157,9 +156,30 @@ class Coordinator:
             await self._close_open_run()
             run = self.runs[name] = Run(name, text, time.time())
             run.last_sequence = await self.journal.last_sequence(name)
+            if config.replay:
+                run.replay_iterations = await self.recordings.count(config.replay)
             await self.journal.put_run(run)
             await self._open(run, config)
             return run
+
+    async def _read_config(self, config_json: str) -> RunConfig:
+        """Missing options are the defaults, or the recorded run's in a replay."""
+        try:
+            given = json.loads(config_json or "{}")
+        except json.JSONDecodeError as error:
+            raise BadInput(f"config_json is no JSON: {error}", reason="BAD_CONFIG") from error
+        if isinstance(given, dict) and given.get("replay"):
+            given = await self.recordings.config(str(given["replay"]), given)
+        config = parse(RunConfig, given)
+        self._check_schedule(config)
+        return config
+
+    def _check_schedule(self, config: RunConfig) -> None:
+        own = self.mesh.topology.own_replicas > 0
+        if own != (config.schedule == "disaggregated"):
+            raise BadInput(f"schedule {config.schedule!r} on a mesh with mesh.own_replicas = {self.mesh.topology.own_replicas}: "
+                           "`disaggregated` needs rollout on devices of its own, the other schedules share the trainer's",
+                           reason="BAD_SCHEDULE", schedule=config.schedule)
 
     async def _close_open_run(self) -> None:
         if self.open_run is None:
@@ -187,9 +207,10 @@ class Coordinator:
 
     async def submit(self, run_name: str, rows: Sequence[PromptRow], request_id: str, *, validation: bool
                      ) -> tuple[Iteration, int]:
-        """Checks and prepares the prompts, journals the iteration, enqueues it. Returns it and the last event before it."""
-        if not rows:
-            raise BadInput("an iteration needs at least one prompt", reason="NO_PROMPTS")
+        """Checks and prepares the prompts, journals the iteration, enqueues it. Returns it and the last event before it.
+
+        A run that replays takes no rows: they are those of the recorded iteration.
+        """
         async with self._submitting:
             run = self.run(run_name)
             request_id = request_id or new_id("request")
@@ -199,18 +220,33 @@ class Coordinator:
             if run is not self.open_run or run.state is not RunState.ACTIVE:
                 raise WrongState(f"run {run.name!r} is {run.state.value}; iterations need an active run",
                                  reason="RUN_NOT_ACTIVE", run=run.name, state=run.state.value)
+            replayed = "" if validation else self.config_of(run).replay
+            if bool(rows) == bool(replayed):
+                raise BadInput("an iteration needs at least one prompt" if not replayed else
+                               f"run {run.name!r} replays {replayed!r}: its prompts are the recorded ones, hand in none",
+                               reason="NO_PROMPTS" if not replayed else "REPLAY_HAS_PROMPTS")
+            if replayed:
+                return await self._accept_replay(run, replayed, request_id)
             if not self.rewards.all():
                 raise WrongState("no reward is registered; register one with `rollplex reward add NAME ADDRESS`",
                                  reason="NO_REWARD")
             return await self._accept(run, rows, request_id, validation)
 
-    async def _accept(self, run: Run, rows: Sequence[PromptRow], request_id: str, validation: bool
+    async def _accept_replay(self, run: Run, replayed: str, request_id: str) -> tuple[Iteration, int]:
+        """The first recorded iteration that is not replayed yet."""
+        past = [self._live(item) for item in await self.journal.iterations(run.name) if not item.key.validation]
+        position = sum(item.state not in (IterationState.FAILED, IterationState.CANCELLED) for item in past)
+        recorded = await self.recordings.iteration(replayed, position)
+        rows = [_row_from_json(value) for value in await self.recordings.prompts(recorded)]
+        return await self._accept(run, rows, request_id, False, recorded.iteration)
+
+    async def _accept(self, run: Run, rows: Sequence[PromptRow], request_id: str, validation: bool, recorded: int = -1
                       ) -> tuple[Iteration, int]:
         number = run.next_validation if validation else run.next_iteration
         key = IterationKey(run.name, number, validation)
         count = 1 if validation else self.config_of(run).sampling.samples_per_group
         prompts = await self.intake.prepare(key, rows, run.prompts_consumed, count)
-        iteration = Iteration(key, request_id, time.time(), run.prompts_consumed)
+        iteration = Iteration(key, request_id, time.time(), run.prompts_consumed, recorded=recorded)
         if validation:
             run.next_validation += 1
         else:
@@ -323,9 +359,11 @@ class Coordinator:
 
     def _work_of(self, job: Job, run: Run) -> IterationWork:
         key, event_log, registrations = job.iteration.key, self.log_of(run), self.rewards.all()
+        config, recorded = self.config_of(run), job.iteration.recorded
         return IterationWork(
-            key=key, run=run, config=self.config_of(run), prompts=job.prompts, mesh=self.mesh, journal=self.journal,
+            key=key, run=run, config=config, prompts=job.prompts, mesh=self.mesh, journal=self.journal,
             intake=self.intake, emit=lambda body: event_log.emit(key, body),
+            recorded=None if recorded < 0 else lambda: self.recordings.samples(IterationKey(config.replay, recorded)),
             desk_of=lambda on_scored: RewardDesk(registrations, key.run, key.iteration, on_scored))
 
     async def _clean_up(self, work: IterationWork) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.coordinator import orders
+from rollplex.coordinator.agreement import agreed_metrics
 from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
@@ -44,6 +45,8 @@ class IterationWork:
     intake: Intake
     emit: Callable[[EventBody], None]
     desk_of: Callable[[Callable], RewardDesk]
+    recorded: Callable[[], Awaitable[list[SampleRecord]]] | None = None
+    """Of a replay: the samples, scored, that are taken in place of rollout's."""
     phase: Phase = Phase.IDLE
     samples: dict[tuple[int, int], SampleRecord] = field(default_factory=dict)
     timeline: Timeline = None
@@ -60,7 +63,7 @@ class IterationWork:
         return self.config.loss.kl_coef > 0 and not self.key.validation
 
     def place(self) -> Place:
-        return Place(self.run.name, self.key.iteration, self.run.snapshot, self.config.phase_timeout_s)
+        return Place(self.run.name, self.key.iteration, self.run.snapshot, self.config.phase_timeout_s, self.phase)
 
     async def move(self, event: PhaseEvent) -> None:
         """Through a barrier: the table says where to, the broker checks what is held."""
@@ -123,20 +126,33 @@ async def _within_deadline(coroutine: Awaitable, work: IterationWork, name: str)
 # OVERLAP
 
 async def _overlap(work: IterationWork) -> None:
-    desk = work.desk_of(_on_scored(work))
-    try:
-        if work.config.schedule == "overlap":
-            await _all(_generate(work, desk), *_prefixes(work))
-        else:
-            await _generate(work, desk)
-            for prefix in _prefixes(work):
-                await prefix
-        with work.timeline.span(Phase.OVERLAP, "reward"):
-            await desk.finish()
-    finally:
-        await desk.close()
+    if work.recorded is not None:
+        await _scheduled(work, _take_recorded(work, work.recorded))
+    else:
+        desk = work.desk_of(_on_scored(work))
+        try:
+            await _scheduled(work, _generate(work, desk))
+            with work.timeline.span(Phase.OVERLAP, "reward"):
+                await desk.finish()
+        finally:
+            await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
     _report_progress(work, final=True)
+
+
+async def _scheduled(work: IterationWork, responses: Awaitable) -> None:
+    """Responses and prefixes, side by side or one after the other."""
+    if work.config.schedule == "overlap":
+        await _all(responses, *_prefixes(work))
+        return
+    await responses
+    for prefix in _prefixes(work):
+        await prefix
+
+
+async def _take_recorded(work: IterationWork, recorded: Callable[[], Awaitable[list[SampleRecord]]]) -> None:
+    with work.timeline.span(Phase.OVERLAP, "replay"):
+        work.samples = {(sample.group_index, sample.sample_index): sample for sample in await recorded()}
 
 
 async def _all(*coroutines: Awaitable) -> None:
@@ -168,8 +184,9 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
         outcomes = await group.command(orders.generate([prompt.group for prompt in prompts], order),
                                            work.place(), on_samples=on_samples)
         _check_hashes(group.role, prompts, outcomes[0].value.prompt_hashes)
-        work.metrics["rollplex/rollout/prefill_s"] = outcomes[0].value.prefill_s
-        work.metrics["rollplex/rollout/decode_s"] = outcomes[0].value.decode_s
+        for name, seconds in (("prefill_s", outcomes[0].value.prefill_s), ("decode_s", outcomes[0].value.decode_s)):
+            # Replicas work side by side: the slowest one counts.
+            work.metrics[f"rollplex/rollout/{name}"] = max(work.metrics.get(f"rollplex/rollout/{name}", 0.0), seconds)
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
@@ -295,7 +312,7 @@ async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[Res
                       work.config.sampling.max_response_tokens)
     with work.timeline.span(Phase.SUFFIX, "suffix"):
         outcomes = await work.mesh.trainer.command(orders.train_suffix(batch, scale), work.place())
-    for name, value in outcomes[0].value.metrics.items():
+    for name, value in agreed_metrics([outcome.value for outcome in outcomes]).items():
         work.metrics[name] = work.metrics.get(name, 0.0) + value / batch_count
     await apply_update(work, index, last=index == batch_count - 1)
 

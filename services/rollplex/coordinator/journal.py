@@ -31,7 +31,7 @@ from rollplex.core.errors import DataLoss, WrongState
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE runs (name TEXT PRIMARY KEY, body TEXT NOT NULL, create_time_s REAL NOT NULL);
 CREATE TABLE iterations (

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from rollplex.coordinator import orders
-from rollplex.coordinator.config import CoordinatorConfig
+from rollplex.coordinator.agreement import check_one_actor
 from rollplex.coordinator.peers import EngineGroup, Place
 from rollplex.coordinator.records import Run
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
+from rollplex.core.ids import actor_slab
 from rollplex.core.phases import Phase
+from rollplex.core.topology import device_name
 from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
@@ -25,16 +27,18 @@ T = TypeVar("T")
 class Mesh:
     """All peers of the coordinator but the rewards."""
 
-    def __init__(self, mesh: MeshSection, config: CoordinatorConfig, session: BrokerSession) -> None:
-        def addresses(role: str, count: int) -> dict[str, str]:
-            return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(count)}
+    def __init__(self, mesh: MeshSection, session: BrokerSession) -> None:
+        def addresses(role: str) -> dict[str, str]:
+            return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(mesh.ranks(role))}
 
-        self.trainer = EngineGroup("trainer", addresses("trainer", config.trainer_ranks),
-                                   trainer_service_pb2_grpc.TrainerServiceStub)
-        self.reference = EngineGroup("reference", addresses("reference", config.reference_ranks),
+        self.topology = mesh.topology
+        self.phase = Phase.IDLE
+        """The one that was entered last."""
+        self.trainer = EngineGroup("trainer", addresses("trainer"), trainer_service_pb2_grpc.TrainerServiceStub)
+        self.reference = EngineGroup("reference", addresses("reference"),
                                      reference_service_pb2_grpc.ReferenceServiceStub)
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
-                         for name, address in addresses("rollout", config.rollout_replicas).items()]
+                         for name, address in addresses("rollout").items()]
         self._session = session
         self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
 
@@ -57,6 +61,7 @@ class Mesh:
     async def enter_phase(self, run: str, iteration: int, phase: Phase) -> None:
         """Declares a phase. Raises InternalError when the one that ended left bytes that the contract forbids."""
         violations = await self.broker(lambda session: session.enter_phase(run, iteration, phase))
+        self.phase = phase
         if violations:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
                                 reason="RESIDENCY_VIOLATED")
@@ -66,14 +71,13 @@ class Mesh:
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
         self._check_same_layout(with_reference)
-        place = Place(run.name, -1, -1, timeout_s)
+        place = Place(run.name, -1, -1, timeout_s, self.phase)
         await self._leave_former_run(place)
-        opened = await self.trainer.command(orders.open_run(run.config_json, "", attach=False), place)
-        run.actor_slab, run.snapshot = opened[0].value.actor_slab, opened[0].value.snapshot
-        slabs = sorted({outcome.value.actor_slab for outcome in opened})
-        await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+        opened = await self.trainer.command(orders.open_run(run.config_json, attach=False), place)
+        run.snapshot = opened[0].value.snapshot
+        await self._register_snapshot(run)
         await asyncio.gather(*(
-            group.command(orders.open_run(run.config_json, run.actor_slab, attach=False), place)
+            group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
         await self.bind(run, timeout_s, with_reference)
 
@@ -90,7 +94,7 @@ class Mesh:
         for group in groups:
             await group.ensure_joined()
         self._check_same_layout(with_reference)
-        await self.broker(lambda session: session.register_snapshot(run.name, [run.actor_slab], run.snapshot))
+        await self._register_snapshot(run)
         for group in groups:
             if any(state.open_run != run.name for state in group.states):
                 await self.attach(group, run, timeout_s)
@@ -98,27 +102,31 @@ class Mesh:
                     await self.drop_gradients(run, timeout_s)
         await self.bind(run, timeout_s, with_reference)
 
+    async def _register_snapshot(self, run: Run) -> None:
+        """Every device's slab is part of the actor: a snapshot is visible whole or not at all."""
+        slabs = [actor_slab(run.name, device_name(device)) for device in range(self.topology.train_tp)]
+        await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+
     async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:
         """Has a replaced group re-import the run's slabs."""
-        await group.command(orders.open_run(run.config_json, run.actor_slab, attach=True),
-                           Place(run.name, -1, run.snapshot, timeout_s))
+        await group.command(orders.open_run(run.config_json, attach=True),
+                            self._place(run, timeout_s))
 
     async def drop_gradients(self, run: Run, timeout_s: float) -> None:
         """Zeroes what an iteration that broke off has left in the trainer's gradient slabs."""
         order = UpdateOrder(0, 1.0, 0.0, run.optimizer_step + 1, skip=True)
-        await self.trainer.command(orders.apply_update(order), Place(run.name, -1, run.snapshot, timeout_s))
+        await self.trainer.command(orders.apply_update(order), self._place(run, timeout_s))
 
     async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Every engine leases the run's snapshot; all must have bound the same file."""
-        place = Place(run.name, -1, run.snapshot, timeout_s)
-        bound = await asyncio.gather(*(
-            group.command(orders.bind_snapshot(), place)
-            for group in self.used_groups(with_reference)))
-        actors = [self.trainer, *self.rollouts]
-        inodes = {outcome.value.slab_inode for group, outcomes in zip(self.used_groups(with_reference), bound)
-                  if group in actors for outcome in outcomes}
-        if len(inodes) != 1:
-            raise InternalError(f"engines bound different actor slabs: inodes {sorted(inodes)}", reason="ACTOR_SPLIT")
+        """Every engine leases the run's snapshot. On each device all must have bound one file, and no other device's."""
+        groups = self.used_groups(with_reference)
+        bound = await asyncio.gather(*(group.command(orders.bind_snapshot(), self._place(run, timeout_s)) for group in groups))
+        by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
+                   for rank, outcome in zip(group.ranks, outcomes)}
+        check_one_actor(self.topology, by_rank)
+
+    def _place(self, run: Run, timeout_s: float) -> Place:
+        return Place(run.name, -1, run.snapshot, timeout_s, self.phase)
 
     async def quiesce(self, groups: Sequence[EngineGroup], place: Place, *, leave_snapshot: bool) -> None:
         await asyncio.gather(*(

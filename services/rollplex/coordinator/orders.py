@@ -25,9 +25,8 @@ class Order:
     request: Any
 
 
-def open_run(config_json: str, actor_slab: str, *, attach: bool) -> Order:
-    return Order("StartOpenRun", phase_service_pb2.StartOpenRunRequest(
-        run_config_json=config_json, actor_slab=actor_slab, attach=attach))
+def open_run(config_json: str, *, attach: bool) -> Order:
+    return Order("StartOpenRun", phase_service_pb2.StartOpenRunRequest(run_config_json=config_json, attach=attach))
 
 
 def bind_snapshot() -> Order:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,30 +12,17 @@ from typing import Any
 import grpc
 
 from rollplex.coordinator.orders import Order
-from rollplex.core import work
-from rollplex.core.errors import Aborted, DeadlineExceeded, NotFound, RollplexError, Unavailable, WrongState
+from rollplex.coordinator.ranks import OnSamples, Outcome, Rank
+from rollplex.core.errors import Aborted, RollplexError, Unavailable, WrongState, as_domain_error
 from rollplex.core.ids import new_id
-from rollplex.rpc.channel import aio_channel
-from rollplex.rpc.convert import from_proto
-from rollplex.rpc.phase_servicer import RESULT_FIELDS
-from rollplex.rpc.status import error_from_rpc, from_detail
-from rollplex.v1 import phase_service_pb2, phase_service_pb2_grpc, types_pb2
-
-log = logging.getLogger(__name__)
+from rollplex.core.phases import Phase
+from rollplex.v1 import phase_service_pb2, types_pb2
 
 JOIN_TIMEOUT_S = 10.0
-RETRY_PAUSE_S = 0.1
-RESULT_TYPES = {name: kind for kind, name in RESULT_FIELDS.items()}
-
-OnSamples = Callable[[Sequence[work.FinishedSample]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one rank answered."""
-
-    value: Any
-    work_s: float
+FAILURE_GRACE_S = 0.5
+"""A lost rank breaks its peers' collectives. All that fail together are heard before one of them is blamed."""
+PEER_REASONS = ("PEER_LOST", "PEER_FAILED", "COLLECTIVE_TIMEOUT", "NO_COMMUNICATOR")
+"""Of a rank that could not go on because of another one, which its error's `rank` names where it is known."""
 
 
 @dataclass(slots=True)
@@ -47,90 +33,18 @@ class Place:
     iteration: int
     snapshot: int
     timeout_s: float
-
-
-class Rank:
-    """One engine process."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
-        self.channel = aio_channel(address)
-        self.phase = phase_service_pb2_grpc.PhaseServiceStub(self.channel)
-        self.joined: phase_service_pb2.JoinResponse | None = None
-
-    async def join(self, epoch: int, timeout_s: float) -> phase_service_pb2.JoinResponse:
-        """Raises Unavailable, naming the rank, when it does not answer in time."""
-        try:
-            return await self.phase.Join(phase_service_pb2.JoinRequest(epoch=epoch), timeout=timeout_s,
-                                         wait_for_ready=True)
-        except grpc.RpcError as error:
-            domain_error = error_from_rpc(error)
-            if isinstance(domain_error, DeadlineExceeded | Unavailable):
-                raise Unavailable(f"{self.name} does not answer on {self.address}; `rollplex status` and "
-                                  f"`rollplex logs {self.name}` say more", reason="ENGINE_UNREACHABLE",
-                                  service=self.name) from error
-            raise domain_error from error
-
-    async def run(self, call: Callable[..., Awaitable[Any]], request: Any, deadline: float,
-                  on_samples: OnSamples | None) -> Outcome:
-        """Starts the command and watches it to its end; both are repeated after a broken connection."""
-        command_id = request.header.command_id
-        await self._with_retries(lambda: call(request, timeout=_left(deadline), wait_for_ready=True), deadline)
-        cursor = 0
-        while True:
-            watch = self.phase.WatchCommand(
-                phase_service_pb2.WatchCommandRequest(command_id=command_id, after_cursor=cursor),
-                timeout=_left(deadline), wait_for_ready=True)
-            try:
-                async for response in watch:
-                    cursor = response.cursor
-                    kind = response.WhichOneof("event")
-                    if kind == "samples" and on_samples is not None:
-                        await on_samples([from_proto(work.FinishedSample, sample)
-                                          for sample in response.samples.samples])
-                    elif kind == "failure":
-                        raise from_detail(response.failure)
-                    elif kind == "result":
-                        return _outcome(response.result)
-            except grpc.RpcError as error:
-                self._resume_or_raise(error, deadline)
-                await asyncio.sleep(RETRY_PAUSE_S)
-
-    async def _with_retries(self, attempt: Callable[[], Awaitable[Any]], deadline: float) -> None:
-        while True:
-            try:
-                await attempt()
-                return
-            except grpc.RpcError as error:
-                self._resume_or_raise(error, deadline)
-                await asyncio.sleep(RETRY_PAUSE_S)
-
-    def _resume_or_raise(self, error: grpc.RpcError, deadline: float) -> None:
-        """Returns when the call may be repeated; raises the domain error otherwise."""
-        domain_error = error_from_rpc(error)
-        if isinstance(domain_error, Unavailable) and time.monotonic() < deadline:
-            return
-        if isinstance(domain_error, NotFound) or domain_error.reason == "STALE_EPOCH":
-            raise Aborted(f"{self.name} was restarted while it worked", reason="ENGINE_RESTARTED",
-                          service=self.name) from error
-        raise domain_error from error
-
-    async def abort(self, command_id: str) -> None:
-        """Best effort: a dead engine has nothing left to abort."""
-        try:
-            await self.phase.AbortCommand(phase_service_pb2.AbortCommandRequest(command_id=command_id), timeout=2.0)
-        except grpc.RpcError as error:
-            log.info("%s: abort of %s: %s", self.name, command_id, error.code())
+    phase: Phase = Phase.IDLE
 
 
 class EngineGroup:
-    """The ranks of one role, in one epoch."""
+    """The ranks of one role, in one epoch. A replica of rollout is a group of one process, however many devices it has."""
 
     def __init__(self, role: str, addresses: dict[str, str], make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
         self.role = role
-        self.ranks = [Rank(name, address) for name, address in addresses.items()]
+        self.ranks = [Rank(name, address, index) for index, (name, address) in enumerate(addresses.items())]
         self._stubs = [make_stub(rank.channel) for rank in self.ranks]
-        self._epoch = 0
+        # Above every epoch of earlier coordinators and meshes: ranks meet at a place that is named by it.
+        self._epoch = int(time.time() * 1000)
         self._sequence = 0
         self._must_rejoin = True
 
@@ -158,10 +72,20 @@ class EngineGroup:
                 break
             # The epoch is an earlier coordinator's: its commands would stand in our order.
             epoch += 1
-        if len({answer.layout_hash for answer in answers}) > 1:
-            raise WrongState(f"ranks of {self.role} hold different models or layouts", reason="LAYOUT_MISMATCH")
+        self._check(answers)
         self._remember(answers)
         self._epoch, self._sequence, self._must_rejoin = epoch, 0, False
+
+    def _check(self, answers: Sequence[phase_service_pb2.JoinResponse]) -> None:
+        if len({answer.layout_hash for answer in answers}) > 1:
+            raise WrongState(f"ranks of {self.role} hold different models or layouts", reason="LAYOUT_MISMATCH")
+        if self.role == "rollout":
+            return
+        for rank, answer in zip(self.ranks, answers):
+            if (answer.rank, answer.tensor_parallel_size) != (rank.index, len(self.ranks)):
+                raise WrongState(f"{rank.name} says that it is rank {answer.rank} of {answer.tensor_parallel_size}; the mesh "
+                                 f"has it as rank {rank.index} of {len(self.ranks)}: give all services the same [mesh] "
+                                 "section", reason="TOPOLOGY_MISMATCH", service=rank.name)
 
     def _remember(self, answers: Sequence[phase_service_pb2.JoinResponse]) -> None:
         for rank, answer in zip(self.ranks, answers):
@@ -175,7 +99,8 @@ class EngineGroup:
     async def command(self, order: Order, place: Place, *, on_samples: OnSamples | None = None) -> list[Outcome]:
         """Runs one command on every rank. Outcomes come by rank.
 
-        The first failure aborts the others and is raised with the role's rank in front; after it the group rejoins.
+        A failure of any rank aborts the others and is raised with the rank and the phase in front; after it the group
+        rejoins.
         """
         if self._must_rejoin:
             raise Unavailable(f"{self.role} has not joined", reason="ENGINE_NOT_JOINED")
@@ -189,16 +114,43 @@ class EngineGroup:
         tasks = [asyncio.create_task(rank.run(self._call(stub, rank, order.method), request, deadline, on_samples))
                  for rank, stub in zip(self.ranks, self._stubs)]
         try:
-            return await asyncio.gather(*tasks)
-        except BaseException as error:
+            _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if not _failures(self.ranks, tasks):
+                return [task.result() for task in tasks]
+            if pending:
+                await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
+            raise await self._failure(_failures(self.ranks, tasks), place)
+        except BaseException:
             self._must_rejoin = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(rank.abort(request.header.command_id) for rank in self.ranks))
-            if isinstance(error, RollplexError):
-                raise type(error)(f"{self.role}: {error}", reason=error.reason, **error.metadata) from error
             raise
+
+    async def _failure(self, failures: dict[Rank, RollplexError], place: Place) -> RollplexError:
+        """The error to raise: of a rank that is gone if there is one, else of one that did not only miss its peers."""
+        lost = []
+        if len(self.ranks) > 1:
+            answers = await asyncio.gather(*(rank.lost(self._epoch) for rank in self.ranks))
+            lost = [rank for rank, is_lost in zip(self.ranks, answers) if is_lost]
+        blamed = min(failures, key=lambda rank: (rank not in lost, failures[rank].reason in PEER_REASONS, rank.index))
+        where = f"in {place.phase.name}"
+        heard = [f"{rank.name}: {error}" for rank, error in failures.items()]
+        if lost and (blamed not in lost or failures[blamed].reason in ("ENGINE_RESTARTED", "ENGINE_UNREACHABLE")):
+            names = ", ".join(rank.name for rank in lost)
+            return Aborted(f"{names} {where}: died, was replaced or does not answer ({'; '.join(heard)})", reason="RANK_LOST",
+                           service=names, phase=place.phase.value)
+        error = failures[blamed]
+        silent = [rank.name for rank in self.ranks if rank not in failures]
+        others = [text for rank, text in zip(failures, heard) if rank is not blamed]
+        if silent:
+            others.append(f"still busy: {', '.join(silent)}")
+        tail = f" ({'; '.join(others)})" if others else ""
+        culprit = error.metadata.get("rank", "") if error.reason in PEER_REASONS else ""
+        name = self.ranks[int(culprit)].name if culprit.isdigit() else blamed.name
+        metadata = {**error.metadata, "service": name, "phase": place.phase.value}
+        return type(error)(f"{blamed.name} {where}: {error}{tail}", reason=error.reason, **metadata)
 
     @staticmethod
     def _call(stub: Any, rank: Rank, method: str) -> Callable[..., Awaitable[Any]]:
@@ -209,13 +161,7 @@ class EngineGroup:
             await rank.channel.close()
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the phase ran into its deadline", reason="PHASE_TIMEOUT")
-    return left
-
-
-def _outcome(result: phase_service_pb2.CommandResult) -> Outcome:
-    name = result.WhichOneof("result")
-    return Outcome(from_proto(RESULT_TYPES[name], getattr(result, name)), result.work_s)
+def _failures(ranks: Sequence[Rank], tasks: Sequence[asyncio.Task[Outcome]]) -> dict[Rank, RollplexError]:
+    """Of the ranks whose command has failed."""
+    return {rank: as_domain_error(task.exception()) for rank, task in zip(ranks, tasks)
+            if task.done() and not task.cancelled() and task.exception() is not None}

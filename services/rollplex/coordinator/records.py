@@ -43,8 +43,9 @@ class Run:
     """Updates done; the learning-rate schedule counts them."""
     prompts_consumed: int = 0
     """Prompts of all iterations so far: the ordinal of the next one."""
-    actor_slab: str = ""
     last_sequence: int = 0
+    replay_iterations: int = 0
+    """Of a run that replays another one: how many iterations that one had done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Iteration:
     first_ordinal: int
     """Ordinal in the run of its first prompt."""
     state: IterationState = IterationState.QUEUED
+    recorded: int = -1
+    """Iteration of the recorded run that it replays; -1 in a run that replays none."""
     snapshot: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     error: ErrorRecord | None = None

@@ -12,6 +12,7 @@ from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.intake import Intake
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
+from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.rewards import RewardBook
 from rollplex.coordinator.servicer import CoordinatorServicer
@@ -25,12 +26,10 @@ from rollplex.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 BROKER_TIMEOUT_S = 30.0
 
 
-def service_names(config: CoordinatorConfig) -> list[str]:
+def service_names(mesh: MeshSection, config: CoordinatorConfig) -> list[str]:
     """Every service of the mesh, in the order of an iteration."""
     names = ["coordinator", "broker"]
-    names += [f"rollout-{index}" for index in range(config.rollout_replicas)]
-    names += [f"reference-{index}" for index in range(config.reference_ranks)]
-    names += [f"trainer-{index}" for index in range(config.trainer_ranks)]
+    names += [f"{role}-{rank}" for role in ("rollout", "reference", "trainer") for rank in range(mesh.ranks(role))]
     return [*names, "reward"] if config.builtin_reward else names
 
 
@@ -40,17 +39,19 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
     session = await loop.run_in_executor(None, lambda: BrokerSession.connect(
         mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
     journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite")
-    peers = Mesh(mesh, config, session)
+    recordings = Recordings.open(journal, config.replay_journal)
+    peers = Mesh(mesh, session)
     decoder = MediaDecoder(config.decode_workers)
     await decoder.start()
     processor = await loop.run_in_executor(
         None, lambda: PromptProcessor.load(model.checkpoint, max_prompt_tokens=model.max_prompt_tokens))
     intake = Intake(session, decoder, processor, config.media, config.media_roots, peers.broker_thread)
     rewards = RewardBook(journal)
-    coordinator = Coordinator(peers, journal, intake, rewards)
+    coordinator = Coordinator(peers, journal, intake, rewards, recordings)
 
     async def close() -> None:
         await coordinator.close()
+        await recordings.close()
         await decoder.close()
         await loop.run_in_executor(None, session.close)
 
@@ -70,7 +71,7 @@ async def main(mesh: MeshSection, model: ModelSection, config: CoordinatorConfig
     coordinator, close = await build(mesh, model, config)
 
     def add(server: aio.Server) -> list[str]:
-        servicer = CoordinatorServicer(coordinator, mesh, service_names(config))
+        servicer = CoordinatorServicer(coordinator, mesh, service_names(mesh, config))
         coordinator_service_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
         return [coordinator_service_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name]
 

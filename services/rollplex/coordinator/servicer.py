@@ -128,7 +128,8 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     def _run(self, run: records.Run) -> pb.Run:
         return pb.Run(name=run.name, state=pb.RunState.Value(f"RUN_STATE_{run.state.value.upper()}"),
                       config_json=run.config_json, snapshot=run.snapshot, next_iteration=run.next_iteration,
-                      create_time=_time(run.create_time_s), last_sequence=self._coordinator.last_sequence(run))
+                      create_time=_time(run.create_time_s), last_sequence=self._coordinator.last_sequence(run),
+                      replay_iterations=run.replay_iterations)
 
 
 def _key(request: Any) -> records.IterationKey:

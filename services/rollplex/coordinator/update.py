@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rollplex.coordinator import orders
+from rollplex.coordinator.agreement import agreed_gradient
 from rollplex.coordinator.peers import Place
 from rollplex.coordinator.records import Note, Run, UpdateRecord
 from rollplex.core.config import RunConfig
@@ -30,7 +31,7 @@ async def apply_update(work: IterationWork, mini_batch: int, *, last: bool) -> N
     await work.move(PhaseEvent.READERS_QUIESCED)
     with work.timeline.span(Phase.UPDATE, "update"):
         measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
-        gradient: GradientResult = measured[0].value
+        gradient = agreed_gradient([outcome.value for outcome in measured])
         work.metrics["actor/grad_norm"] = work.metrics["grad_norm"] = gradient.grad_norm
         if gradient.finite:
             await _update(work, mini_batch, gradient)
@@ -96,7 +97,7 @@ async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig
         try:
             await mesh.trainer.ensure_joined()
             await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
-            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s)
+            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
             await _write_and_publish(mesh, journal, run, record, place)
             return
         except RollplexError:

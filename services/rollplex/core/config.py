@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
+from rollplex.core.topology import Topology
 
-SCHEDULES = ("serial", "overlap")
+SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload")
@@ -132,12 +133,16 @@ class RunConfig:
     """Everything that decides what a run computes. The same config and prompts give the same updates."""
 
     schedule: str = "overlap"
-    """`serial` or `overlap`: the same update, phases one after the other or prefixes beside decode."""
+    """The same update in another order: `serial`, phases one after the other; `overlap`, prefixes beside decode;
+    `disaggregated`, as serial with rollout on devices of its own (mesh.own_replicas)."""
     deterministic: bool = False
     """Groups one at a time, in index order: bit-identical snapshots across schedules and restarts on CPU."""
     seed: int = 0
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep`, `recompute` or `offload` (to the host pool)."""
+    replay: str = ""
+    """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
+    rollout generates nothing. Options that are not given are those of the recorded run."""
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0
@@ -174,13 +179,43 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSection:
-    """[mesh]: where the services of one node meet."""
+    """[mesh]: where the services of one node meet, and how many ranks each role has."""
 
     runtime_dir: Path
     """Holds sockets, logs and the journal; created with mode 0700."""
     addresses: tuple[str, ...] = ()
     """`service=address` pairs that replace the default Unix sockets, as in "coordinator=127.0.0.1:7070"."""
     drain_timeout_s: float = 10.0
+    train_tensor_parallel: int = 1
+    """Trainer ranks, one process and one device each: services trainer-0, trainer-1, ..."""
+    rollout_tensor_parallel: int = 1
+    """Shards of a rollout replica. It must divide train_tensor_parallel; the quotient q is the number of replicas that share
+    the trainer's devices: services rollout-0, rollout-1, ..."""
+    reference_tensor_parallel: int = 1
+    """Reference ranks, one process each: services reference-0, reference-1, ..."""
+    own_replicas: int = 0
+    """Rollout replicas on devices of their own, each with a copy of the snapshot, for schedule `disaggregated`; 0: rollout
+    shares the trainer's devices."""
+    rendezvous: Path | None = None
+    """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
+    collective_timeout_s: float = 120.0
+    """Deadline of every collective between ranks of a role, and of their meeting."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
+            _at_least(name, getattr(self, name), 1)
+        if not self.collective_timeout_s > 0:
+            raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
+        _ = self.topology
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas)
+
+    def ranks(self, role: str) -> int:
+        """Processes of a role: its ranks, or rollout's replicas."""
+        return {"trainer": self.train_tensor_parallel, "reference": self.reference_tensor_parallel,
+                "rollout": self.topology.replica_count}[role]
 
     def address(self, service: str) -> str:
         """Where `service` ("coordinator", "trainer-0", ...) listens."""
@@ -189,6 +224,10 @@ class MeshSection:
             if name == service:
                 return address
         return f"unix:{self.runtime_dir / (service + '.sock')}"
+
+    @property
+    def rendezvous_dir(self) -> Path:
+        return self.rendezvous or self.runtime_dir / "rendezvous"
 
     @property
     def handle_socket(self) -> Path:

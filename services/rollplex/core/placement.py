@@ -65,12 +65,13 @@ class Placement:
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
         return self.offset_bytes + (last + 1) * ITEM_BYTES[self.dtype]
 
-    def rows(self, start: int, stop: int) -> Placement:
-        """The placement of rows [start, stop) of the first axis."""
-        if not 0 <= start <= stop <= self.shape[0]:
-            raise ValueError(f"rows {start}:{stop} of a tensor with {self.shape[0]} rows")
-        offset = self.offset_bytes + start * self.strides[0] * ITEM_BYTES[self.dtype]
-        return Placement(self.slab, offset, (stop - start, *self.shape[1:]), self.strides, self.dtype)
+    def narrow(self, axis: int, start: int, stop: int) -> Placement:
+        """The placement of [start, stop) along an axis."""
+        if not 0 <= start <= stop <= self.shape[axis]:
+            raise ValueError(f"{start}:{stop} along axis {axis} of a tensor with {self.shape[axis]}")
+        offset = self.offset_bytes + start * self.strides[axis] * ITEM_BYTES[self.dtype]
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1:])
+        return Placement(self.slab, offset, shape, self.strides, self.dtype)
 
 
 def align_up(value: int, alignment: int) -> int:

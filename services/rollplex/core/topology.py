@@ -3,6 +3,8 @@
 Device g runs training rank g and holds rollout shard g // q, with q = TP_train / TP_rollout. The q devices of one rollout
 shard belong to the q rollout replicas: with TP_train = 8 and TP_rollout = 4, replica 0 sits on devices 0, 2, 4, 6 and replica 1
 on devices 1, 3, 5, 7 (training.md, section 4).
+
+With `own_replicas` rollout sits on devices of its own, numbered after the trainer's, and shares none: its slabs are copies.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ class Topology:
 
     train_tp: int = 1
     rollout_tp: int = 1
+    own_replicas: int = 0
+    """Rollout replicas on devices of their own; 0: they share the trainer's."""
 
     def __post_init__(self) -> None:
         if self.train_tp < 1 or self.rollout_tp < 1 or self.train_tp % self.rollout_tp:
             raise BadInput(f"training at TP {self.train_tp} and rollout at TP {self.rollout_tp}: TP_train must be a positive "
                            "multiple of TP_rollout, so that training shards nest in rollout shards", reason="BAD_TOPOLOGY",
                            train_tp=self.train_tp, rollout_tp=self.rollout_tp)
+        if self.own_replicas < 0:
+            raise BadInput(f"{self.own_replicas} rollout replicas on devices of their own; it must be at least 0",
+                           reason="BAD_TOPOLOGY")
 
     @property
     def q(self) -> int:
@@ -31,15 +38,14 @@ class Topology:
 
     @property
     def device_count(self) -> int:
-        return self.train_tp
+        return self.train_tp + self.own_replicas * self.rollout_tp
 
     @property
     def replica_count(self) -> int:
-        """Rollout replicas that share the trainer's devices."""
-        return self.q
+        return self.own_replicas or self.q
 
     def rollout_shard(self, device: int) -> int:
-        """Which of the TP_rollout shards the device's slab holds."""
+        """Which of the TP_rollout shards a trainer's device holds."""
         return device // self.q
 
     def part(self, device: int) -> int:
@@ -55,9 +61,22 @@ class Topology:
         """Device of each rollout rank of a replica."""
         if not 0 <= replica < self.replica_count:
             raise BadInput(f"replica {replica} of {self.replica_count}", reason="BAD_TOPOLOGY")
+        if self.own_replicas:
+            first = self.train_tp + replica * self.rollout_tp
+            return tuple(range(first, first + self.rollout_tp))
         return tuple(shard * self.q + replica for shard in range(self.rollout_tp))
+
+    def source(self, replica: int) -> tuple[int, ...]:
+        """Trainer's devices with the shards of a replica's devices: those themselves, or what a replica with devices of its
+        own copies from. The q holders of a shard are taken in turn."""
+        return tuple(shard * self.q + replica % self.q for shard in range(self.rollout_tp))
 
 
 def device_name(index: int) -> str:
     """Name of a host device: one slab set."""
     return f"host:{index}"
+
+
+def is_host(device: str) -> bool:
+    """Whether the host driver serves it: plain host memory, or a host device."""
+    return device == "host" or device.startswith("host:") and device[5:].isdecimal()

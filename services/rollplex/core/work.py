@@ -119,7 +119,8 @@ class OpenRunResult:
 class BindResult:
     snapshot: int
     bound_parameters: int
-    slab_inode: int
+    inodes: dict[str, int] = field(default_factory=dict)
+    """Device -> inode of the slab that is bound there; several for an engine with several devices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from rollplex.model import ActorLayout
 class ActorMapping:
     """One device's actor slab. `bind` (or `bind_for_update`) and `unbind` are the pair; owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, device: str = "host") -> None:
+    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, device: str) -> None:
+        """`device`: core.topology.device_name of the device whose slab this engine maps."""
         self.layout, self.device = layout, device
         self.slab = ""
         """Name of the opened slab; empty before `open`."""

@@ -20,5 +20,6 @@ def layout_hash(config: ModelConfig, layout: ActorLayout) -> str:
     numbers = {item.name: getattr(config, item.name) for item in dataclasses.fields(config) if item.name != "vision"}
     vision = {name: getattr(config.vision, name) for name in VISION_FIELDS}
     tensors = [[name, dataclasses.astuple(tensor)] for name, tensor in layout.tensors.items()]
-    whole = [numbers, vision, layout.tp, layout.dtype, layout.size_bytes, tensors]
+    topology = dataclasses.astuple(layout.topology)
+    whole = [numbers, vision, topology, layout.dtype, layout.size_bytes, tensors]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()

@@ -10,15 +10,18 @@ from rollplex.model.activations import HostCopies, Offload
 from rollplex.model.boundary import Boundary
 from rollplex.model.checkpoint import load_into, save_checkpoint
 from rollplex.model.config import ModelConfig, read_model_config
-from rollplex.model.decode import DecodeState, GroupDecoder
+from rollplex.model.decode import GroupDecoder
+from rollplex.model.decode_state import DecodeState
 from rollplex.model.inputs import PromptInputs
-from rollplex.model.layout import ActorLayout, LayoutTensor, Part, Shard, module_of
+from rollplex.model.layout import ActorLayout, LayoutTensor, Part
 from rollplex.model.logprobs import token_logprobs
 from rollplex.model.network import VisionLanguageModel, sum_replicated_gradients
 from rollplex.model.packing import PackedSuffix, pack_responses
-from rollplex.model.parallel import destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
+from rollplex.model.parallel import Seat, destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
+from rollplex.model.parameters import module_of
 from rollplex.model.positions import mrope_positions
 from rollplex.model.prefix import prefix_forward
+from rollplex.model.shard import Shard
 from rollplex.model.suffix import suffix_forward
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "PackedSuffix",
     "Part",
     "PromptInputs",
+    "Seat",
     "Shard",
     "VisionLanguageModel",
     "destroy_tensor_parallel",

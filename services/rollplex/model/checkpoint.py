@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
-from rollplex.model.layout import ActorLayout, Shard
+from rollplex.model.layout import ActorLayout
+from rollplex.model.shard import Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,9 +47,20 @@ def training_name(key: str) -> str | None:
     return key
 
 
-def load_into(checkpoint: Path, config: ModelConfig, views: Views, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Fill a rank's parameters; the checkpoint must hold exactly the model's tensors, in their shapes."""
-    shards = ActorLayout.build(config, tp_size, "float32").shards
+def load_into(
+    checkpoint: Path,
+    config: ModelConfig,
+    views: Views,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    *,
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
+    """Fill a rank's parameters; the checkpoint must hold exactly the model's tensors, in their shapes.
+
+    `shards` says how they are cut, where a layout's own cuts are wanted (rollout's of a layout for TP_train > TP_rollout).
+    """
+    shards = shards or ActorLayout.build(config, tp_size, "float32").shards
     files = _files_by_name(checkpoint, config)
     _require(f"{checkpoint} lacks", shards.keys() - files.keys())
     _require(f"{checkpoint} has unexpected tensors", files.keys() - shards.keys())
@@ -139,16 +151,18 @@ def save_checkpoint(
     views: Views | Sequence[Views],
     *,
     gather: Gather | None = None,
+    shards: Mapping[str, Shard] | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
     """Write `out`, which must not exist yet; it appears whole or not at all.
 
     `views` holds one rank's parameters (TP = 1), or a list has every rank's. With `gather`, every rank calls this with
-    its own: gather(name, local) returns all ranks' tensors on the rank that writes and None on the others.
+    its own: gather(name, local) returns all ranks' tensors on the rank that writes and None on the others. `shards` says how
+    they were cut; absent, as ActorLayout.build cuts them for that many ranks.
     """
     if out.exists():
         raise BadInput(f"{out} exists already; a checkpoint is not overwritten", reason="OUTPUT_EXISTS")
-    tensors = _whole_tensors(config, views, gather)
+    tensors = _whole_tensors(config, views, gather, shards)
     partial = out.with_name(f".{out.name}.partial")
     file_of: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
@@ -172,7 +186,7 @@ def save_checkpoint(
 
 
 def _whole_tensors(
-    config: ModelConfig, views: Views | Sequence[Views], gather: Gather | None
+    config: ModelConfig, views: Views | Sequence[Views], gather: Gather | None, shards: Mapping[str, Shard] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(key on disk, whole tensor without padding), one at a time; nothing on a rank that does not write."""
     by_rank = [views] if isinstance(views, Mapping) else list(views)
@@ -182,7 +196,8 @@ def _whole_tensors(
             parts = gather(name, parts[0])
             if parts is None:
                 continue
-        shard = ActorLayout.build(config, len(parts), "float32").shards[name]
+        shards = shards or ActorLayout.build(config, len(parts), "float32").shards
+        shard = shards[name]
         whole = shard.merge([part.detach().cpu() for part in parts])
         rows = _unpadded(name, shard, config)[0]
         key = name if name.startswith("lm_head.") else f"model.{name}"

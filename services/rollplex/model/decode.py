@@ -1,72 +1,30 @@
 """Batched decoding over shared boundaries, on the weights as rollout holds them (fused qkv_proj and gate_up_proj).
 
-The N rows of a group read one copy of their prompt's keys and values; each row grows a suffix of its own.
-Groups alike in N and boundary length form a lot, whose boundaries are stacked: attention is a few operations a lot.
-Legend: B rows, g groups of a lot, n rows a group, D hidden, H query and K kv heads, G = H / K, d head size,
-P boundary tokens, R response capacity, V padded vocabulary.
+The N rows of a group read one copy of their prompt's keys and values; each row grows a suffix of its own. Every rank of a
+tensor-parallel group calls `start` and `step` alike and gets the same logits: heads, inner width and vocabulary are split, the
+output projections' partial sums are added up.
+Legend: B rows, g groups of a lot, D hidden, H query and K kv heads of this rank, G = H / K, d head size, V padded vocabulary,
+v its rows on this rank.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.model.boundary import Boundary
 from rollplex.model.config import ModelConfig
+from rollplex.model.decode_state import DecodeState, Lot, make_lots
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout
 from rollplex.model.network import VisionLanguageModel
+from rollplex.model.parallel import tensor_parallel_group
 from rollplex.model.prefix import prefix_forward
 from rollplex.model.rotary import Rope, rms_norm, rotate
-
-
-@dataclass
-class Lot:
-    """Consecutive groups with the same number of rows and boundaries of similar length."""
-
-    start: int
-    stop: int
-    """Rows [start, stop) of the batch."""
-    groups: int
-    keys: list[torch.Tensor]
-    """Per layer [g*K, d, P], ready for the score product."""
-    values: list[torch.Tensor]
-    """Per layer [g*K, P, d]"""
-    padding: torch.Tensor | None
-    """Additive [g, 1, 1, P], where boundaries are shorter than the longest."""
-
-
-@dataclass
-class DecodeState:
-    """What decoding a batch needs between steps; `release` drops it."""
-
-    lots: list[Lot]
-    keys: list[torch.Tensor]
-    """Per layer [B, K, R, d], a row's own suffix."""
-    values: list[torch.Tensor]
-    first_tokens_B: torch.Tensor
-    first_positions_B: torch.Tensor
-    capacity: int
-    step: int = 0
-
-    @property
-    def row_count(self) -> int:
-        return self.first_tokens_B.shape[0]
-
-    @property
-    def size_bytes(self) -> int:
-        """Boundaries and suffixes together."""
-        tensors = [*self.keys, *self.values, *(x for lot in self.lots for x in (*lot.keys, *lot.values))]
-        return sum(x.numel() * x.element_size() for x in tensors)
-
-    def release(self) -> None:
-        self.lots, self.keys, self.values, self.capacity = [], [], [], 0
 
 
 @dataclass
@@ -84,17 +42,21 @@ class GroupDecoder:
     """Decodes with rollout's tensors themselves: an update in place shows at the next step."""
 
     def __init__(self, config: ModelConfig, layout: ActorLayout, rollout_views: Mapping[str, torch.Tensor]) -> None:
-        if layout.tp != 1:
-            raise BadInput(f"the torch rollout engine decodes at tensor-parallel size 1, not {layout.tp}")
         self.config = config
         self.weights = dict(rollout_views)
         self.embedding = rollout_views["language_model.model.embed_tokens.weight"]
         self.head = self.embedding if config.tie_word_embeddings else rollout_views["language_model.lm_head.weight"]
         self.norm = rollout_views["language_model.model.norm.weight"]
         self.layers = [_layer_weights(rollout_views, index) for index in range(config.layer_count)]
-        self.prefill = VisionLanguageModel(config, self.embedding.dtype, self.embedding.device)
-        self.prefill.bind(layout.training_views(rollout_views))
+        group = tensor_parallel_group()
+        tp = group.size()
+        if layout.tp != tp:
+            raise BadInput(f"a layout of tensor-parallel size {layout.tp} in a group of {tp}", reason="BAD_BINDING")
+        self.prefill = VisionLanguageModel(config, self.embedding.dtype, self.embedding.device, layout=layout, group=group)
+        self.prefill.bind(layout.segment_views(rollout_views))
         self.prefill.requires_grad_(False)
+        self.head_count, self.kv_head_count = config.head_count // tp, max(1, config.kv_head_count // tp)
+        self._ranks = group if tp > 1 else None
 
     @torch.inference_mode()
     def start(self, groups: Iterable[tuple[PromptInputs, int]], max_new_tokens: int) -> DecodeState:
@@ -111,13 +73,13 @@ class GroupDecoder:
         device, dtype = self.embedding.device, self.embedding.dtype
         counts = torch.tensor([n for _, n in boundaries])
         rows = int(counts.sum())
-        shape = (rows, self.config.kv_head_count, max_new_tokens, self.config.head_size)
+        shape = (rows, self.kv_head_count, max_new_tokens, self.config.head_size)
 
         def per_row(values: list[int]) -> torch.Tensor:
             return torch.tensor(values).repeat_interleave(counts).to(device)
 
         return DecodeState(
-            lots=_make_lots(boundaries),
+            lots=make_lots(boundaries),
             keys=[torch.empty(shape, dtype=dtype, device=device) for _ in self.layers],
             values=[torch.empty(shape, dtype=dtype, device=device) for _ in self.layers],
             first_tokens_B=per_row(first_tokens),
@@ -136,30 +98,30 @@ class GroupDecoder:
         if tokens_B.shape != (state.row_count,):
             raise BadInput(f"{tuple(tokens_B.shape)} tokens for {state.row_count} rows")
         rope = self.prefill.rotary.text(state.first_positions_B + state.step, self.embedding.dtype)
-        hidden_BD = F.embedding(tokens_B, self.embedding)
+        hidden_BD = self._embed(tokens_B)
         for index, layer in enumerate(self.layers):
             hidden_BD = self._layer(index, layer, hidden_BD, rope, state)
-        logits_BV = F.linear(rms_norm(hidden_BD, self.norm, self.config.rms_norm_eps), self.head)
+        logits_BV = self._whole(F.linear(rms_norm(hidden_BD, self.norm, self.config.rms_norm_eps), self.head))
         logits_BV[:, self.config.vocab_size :] = -torch.inf
         state.step += 1
         return logits_BV
 
     def _layer(self, index: int, weights: _LayerWeights, hidden_BD: torch.Tensor, rope: Rope, state: DecodeState) -> torch.Tensor:
         config, step = self.config, state.step
-        heads, kv_heads = config.head_count, config.kv_head_count
+        heads, kv_heads = self.head_count, self.kv_head_count
         x_BD = rms_norm(hidden_BD, weights.input_norm, config.rms_norm_eps)
         qkv = F.linear(x_BD, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, config.head_size))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         q, k = rotate(qk, rope).split((heads, kv_heads), dim=1)
         state.keys[index][:, :, step], state.values[index][:, :, step] = k, v
         attended = self._attend(index, q * config.head_size**-0.5, state)
-        hidden_BD = torch.addmm(hidden_BD, attended, weights.out.T)
+        hidden_BD = self._add_product(hidden_BD, attended, weights.out)
         gate, up = F.linear(rms_norm(hidden_BD, weights.post_norm, config.rms_norm_eps), weights.gate_up).chunk(2, -1)
-        return torch.addmm(hidden_BD, F.silu(gate) * up, weights.down.T)
+        return self._add_product(hidden_BD, F.silu(gate) * up, weights.down)
 
     def _attend(self, index: int, q_BHd: torch.Tensor, state: DecodeState) -> torch.Tensor:
         """-> [B, H*d]; one softmax over [boundary; own suffix]."""
-        rows, kv_heads, size, length = q_BHd.shape[0], self.config.kv_head_count, self.config.head_size, state.step + 1
+        rows, kv_heads, size, length = q_BHd.shape[0], self.kv_head_count, self.config.head_size, state.step + 1
         q = q_BHd.reshape(rows * kv_heads, -1, size)
         keys, values = (x[index][:, :, :length].reshape(rows * kv_heads, length, size) for x in (state.keys, state.values))
         own_scores = torch.bmm(q, keys.transpose(1, 2))
@@ -171,6 +133,33 @@ class GroupDecoder:
             own_weights.append(weights)
         own = torch.bmm(_joined(own_weights), values)
         return (_joined(outputs) + own).reshape(rows, -1)
+
+    def _embed(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        if self._ranks is None:
+            return F.embedding(tokens_B, self.embedding)
+        count = self.embedding.shape[0]
+        row_B = tokens_B - self.prefill.tp_rank * count
+        elsewhere_B = (row_B < 0) | (row_B >= count)
+        hidden_BD = F.embedding(row_B.masked_fill_(elsewhere_B, 0), self.embedding).masked_fill_(elsewhere_B[:, None], 0)
+        dist.all_reduce(hidden_BD, group=self._ranks)
+        return hidden_BD
+
+    def _add_product(self, hidden_BD: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """hidden + x weight^T over all ranks' columns of the weight."""
+        if self._ranks is None:
+            return torch.addmm(hidden_BD, x, weight.T)
+        product_BD = x @ weight.T
+        dist.all_reduce(product_BD, group=self._ranks)
+        return product_BD.add_(hidden_BD)
+
+    def _whole(self, logits_Bv: torch.Tensor) -> torch.Tensor:
+        """[B, V] from every rank's rows of the vocabulary."""
+        if self._ranks is None:
+            return logits_Bv
+        rows, size = len(logits_Bv), self._ranks.size()
+        parts = logits_Bv.new_empty(size * rows, logits_Bv.shape[1])
+        dist.all_gather_into_tensor(parts, logits_Bv, group=self._ranks)
+        return parts.view(size, rows, -1).transpose(0, 1).reshape(rows, -1)
 
 
 def _attend_lot(
@@ -210,33 +199,3 @@ def _layer_weights(views: Mapping[str, torch.Tensor], index: int) -> _LayerWeigh
         "mlp.down_proj.weight",
     )
     return _LayerWeights(*(views[f"language_model.model.layers.{index}.{name}"] for name in names))
-
-
-def _make_lots(boundaries: list[tuple[Boundary, int]]) -> list[Lot]:
-    """Neighbours with equal n and lengths within a factor of two share a lot; the shorter ones are padded."""
-    lots, start = [], 0
-    for (n, _), members in groupby(boundaries, key=lambda item: (item[1], math.frexp(item[0].token_count)[1])):
-        group = [boundary for boundary, _ in members]
-        lots.append(_make_lot(group, start, n))
-        start = lots[-1].stop
-    return lots
-
-
-def _make_lot(group: list[Boundary], start: int, n: int) -> Lot:
-    lengths = [boundary.token_count for boundary in group]
-    longest = max(lengths)
-    keys, values = [], []
-    for pairs in zip(*(boundary.layers for boundary in group)):
-        stacked = [[F.pad(x, (0, 0, 0, 0, 0, longest - len(x))) for x in half] for half in zip(*pairs)]
-        k_gPKd, v_gPKd = (torch.stack(half) for half in stacked)
-        keys.append(k_gPKd.permute(0, 2, 3, 1).flatten(0, 1).contiguous())
-        values.append(v_gPKd.transpose(1, 2).flatten(0, 1).contiguous())
-    padding = None
-    if min(lengths) < longest:
-        columns = torch.arange(longest, device=keys[0].device)
-        absent = columns[None] >= torch.tensor(lengths, device=columns.device)[:, None]
-        padding = torch.zeros(absent.shape, dtype=keys[0].dtype, device=columns.device).masked_fill_(absent, -torch.inf)
-        padding = padding[:, None, None]
-    for boundary in group:
-        boundary.release()
-    return Lot(start, start + n * len(group), len(group), keys, values, padding)

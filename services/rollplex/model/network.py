@@ -19,7 +19,7 @@ from torch import nn
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
 from rollplex.model.layout import ActorLayout
-from rollplex.model.parallel import tensor_parallel_group
+from rollplex.model.parallel import Group, tensor_parallel_group
 from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, rotate
 from rollplex.model.vision import build_tower
 
@@ -29,8 +29,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Layers:
     """Builds Megatron-Core layers for one rank; the input's gradient is reduced once per block, by `copy_in`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.group = tensor_parallel_group()
+    def __init__(self, dtype: torch.dtype, group: Group) -> None:
+        self.group = group
         self.size, self.rank = self.group.size(), self.group.rank()
         self.dtype = dtype
         self.config = ModelParallelConfig(
@@ -125,10 +125,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, layers: Layers) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, vocab: int) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.padded_vocab(layers.size),
+            vocab,
             config.hidden_size,
             init_method=None,
             config=layers.config,
@@ -141,18 +141,42 @@ class Decoder(nn.Module):
 class VisionLanguageModel(nn.Module):
     """One rank's model. Built on the meta device; `bind` gives it weights, which it never owns."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        layout: ActorLayout | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """One rank of `group` (the process's own when absent), which may be a Seat until `use_group`.
+
+        `layout` is the actor's: its TP_train is the group's size in training, its TP_rollout in rollout. Absent: both are.
+        """
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._layers = layers = Layers(dtype)
+        self._layers = layers = Layers(dtype, group or tensor_parallel_group())
         self.tp_size, self.tp_rank, self.group = layers.size, layers.rank, layers.group
-        self.layout = ActorLayout.build(config, layers.size, str(dtype).removeprefix("torch."))
+        self.layout = layout or ActorLayout.build(config, layers.size, str(dtype).removeprefix("torch."))
+        self.shards = self.layout.shards_at(layers.size)
+        """How this rank's parameters are cut from the whole."""
+        vocab = self.shards["language_model.embed_tokens.weight"].full_shape[0]
         self.visual = build_tower(config.vision, dtype, device)
         with torch.device("meta"):
-            self.language_model = Decoder(config, layers)
+            self.language_model = Decoder(config, layers, vocab)
             if not config.tie_word_embeddings:
-                self.lm_head = layers.column(config.hidden_size, config.padded_vocab(layers.size), bias=False)
+                self.lm_head = layers.column(config.hidden_size, vocab, bias=False)
         self.rotary = RotaryTable(config, device)
+
+    def use_group(self, group: Group) -> None:
+        """From now on collectives go through this group, of the same size and rank as the one before."""
+        if (group.size(), group.rank()) != (self.tp_size, self.tp_rank):
+            raise BadInput(f"rank {group.rank()} of {group.size()} for a model of rank {self.tp_rank} of {self.tp_size}")
+        self.group = self._layers.group = group
+        for module in self.modules():
+            if hasattr(module, "tp_group"):
+                module.tp_group = group
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -169,7 +193,7 @@ class VisionLanguageModel(nn.Module):
 
     def bind(self, views: Mapping[str, torch.Tensor]) -> None:
         """Point every parameter at its view; the set must be complete. May be called again to move the weights."""
-        shapes = {name: shard.shape for name, shard in self.layout.shards.items()}
+        shapes = {name: shard.shape for name, shard in self.shards.items()}
         _check_views(shapes, views, self.dtype)
         for name, parameter in self.parameters_by_name().items():
             if tuple(parameter.shape) != shapes[name]:
@@ -197,8 +221,8 @@ def _check_views(shapes: dict[str, tuple[int, ...]], views: Mapping[str, torch.T
 def sum_replicated_gradients(model: VisionLanguageModel) -> None:
     """Add up the gradients of kv heads that several ranks hold; call once, after the last backward of an update."""
     for name, parameter in model.parameters_by_name().items():
-        shard = model.layout.shards[name]
-        if shard.axis is None or shard.pieces == model.tp_size or not parameter.requires_grad:
+        shard = model.shards[name]
+        if shard.axis is None or not shard.replicated or not parameter.requires_grad:
             continue
         whole = torch.zeros(shard.full_shape, dtype=parameter.dtype, device=parameter.device)
         mine = shard.take(whole, model.tp_rank)

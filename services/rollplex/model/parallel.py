@@ -1,27 +1,47 @@
-"""Tensor-parallel process groups: torch.distributed plus Megatron-Core's parallel_state, one TP group a process."""
+"""Tensor-parallel process groups: torch.distributed's default group is the process's one TP group.
+
+Megatron-Core's layers are given the group explicitly; its parallel_state, with a dozen groups of its own, is not needed.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from rollplex.core.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in a group that has not met yet: enough to build a model, which must `use_group` before it runs."""
+
+    index: int
+    count: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.count
+
+
+Group = dist.ProcessGroup | Seat
 
 
 def init_tensor_parallel(
     rank: int,
     size: int,
     *,
-    store: str | None = None,
+    store: str | dist.Store | None = None,
     timeout_s: float = 600.0,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Join the TP group: NCCL when `device` is CUDA, else gloo. `store` is tcp://host:port or file:///path."""
+    """Join the TP group: NCCL when `device` is CUDA, else gloo. `store` is a Store, tcp://host:port or file:///path."""
     if not 0 <= rank < size:
         raise BadInput(f"tensor-parallel rank {rank} of {size}")
     timeout = timedelta(seconds=timeout_s)
@@ -29,20 +49,20 @@ def init_tensor_parallel(
     backend = "nccl" if device.type == "cuda" else "gloo"
     # gloo listens on what the host name resolves to otherwise; a TP group never leaves its node.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, store=_open_store(store, rank, size, timeout), rank=rank, world_size=size, timeout=timeout)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    if not isinstance(store, dist.Store):
+        store = _open_store(store, rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def destroy_tensor_parallel() -> None:
     """Leave the group; init_tensor_parallel may be called again afterwards."""
-    parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
     """The group that init_tensor_parallel made."""
-    return parallel_state.get_tensor_model_parallel_group()
+    return dist.group.WORLD
 
 
 def _open_store(store: str | None, rank: int, size: int, timeout: timedelta) -> dist.Store:

@@ -61,8 +61,8 @@ class ReferenceEngine:
         model.bind(weights.views())
         model.requires_grad_(False)
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
         self._weights.open()
         self._drop_boundaries()
@@ -70,10 +70,10 @@ class ReferenceEngine:
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
-        """Notes the number: the reference reads no snapshot. The inode is the frozen weights' own."""
+        """Notes the number: the reference reads no snapshot. The inode is that of its frozen weights."""
         self._check_open()
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, len(self._model.layout.tensors), self._weights.inode)
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {"host": self._weights.inode})
 
     @torch.inference_mode()
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:

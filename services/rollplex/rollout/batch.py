@@ -13,16 +13,16 @@ import torch
 
 from rollplex.core.work import FinishedSample
 from rollplex.model import GroupDecoder, PromptInputs
-from rollplex.rollout.compaction import keep_groups
 from rollplex.rollout.engine import SeededGroup
+from rollplex.rollout.replica import ReplicaDecoder
 from rollplex.rollout.sampling import TokenSampler
 
 
 class Batch:
     """`step` until `row_count` is 0; finished rows are padded until the last sample of their group has finished."""
 
-    def __init__(self, decoder: GroupDecoder, sampler: TokenSampler, eos_token_ids: Sequence[int], pad_token_id: int,
-                 members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
+    def __init__(self, decoder: GroupDecoder | ReplicaDecoder, sampler: TokenSampler, eos_token_ids: Sequence[int],
+                 pad_token_id: int, members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
         """`inputs` are read while the prompts are prefilled, one at a time."""
         self._decoder, self._sampler = decoder, sampler
         self._eos, self._pad = np.array(eos_token_ids, dtype=np.int64), pad_token_id
@@ -85,7 +85,7 @@ class Batch:
             self.row_count = 0
             self.release()
             return
-        rows = keep_groups(self.state, kept.tolist()).numpy()
+        rows = self.state.keep_groups(kept.tolist()).numpy()
         new_number = np.cumsum(kept) - 1
         self._groups = [group for group, keep in zip(self._groups, kept) if keep]
         self._group_of_B = new_number[self._group_of_B[rows]]

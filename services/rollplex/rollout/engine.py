@@ -13,8 +13,14 @@ import numpy as np
 
 from rollplex.core import work
 from rollplex.core.config import RunConfig
-from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.errors import Aborted, BadInput, WrongState
 from rollplex.core.ids import sample_seed
+
+
+class ReplicaBroken(Aborted):
+    """A rank was lost, or the ranks are not in one state. Nothing is bound any more; the next bind makes a new group."""
+
+    default_reason = "RANK_LOST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +87,11 @@ class TokenEngine(Protocol):
 
     layout_hash: str
 
-    def open(self, actor_slab: str) -> None:
-        """Chooses the slab that snapshots are bound from."""
+    def open(self, run: str) -> None:
+        """Chooses the run whose snapshots are bound, from the slabs of the engine's own devices."""
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
-        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode)."""
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        """Binds every parameter to that snapshot's bytes and drops caches of older ones; (bound parameters, inode by device)."""
 
     def unbind(self) -> None:
         """Unmaps the snapshot and drops the lease. Idempotent."""
@@ -102,30 +108,30 @@ class TokenEngine(Protocol):
 class RolloutEngine:
     """rollplex.rpc.phase_servicer.PhaseEngine, and `generate`."""
 
-    role, rank, tensor_parallel_size = "rollout", 0, 1
+    role, rank = "rollout", 0
 
-    def __init__(self, tokens: TokenEngine) -> None:
-        self.layout_hash = tokens.layout_hash
+    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1) -> None:
+        """One process to the mesh, whatever ranks `tokens` has behind it."""
+        self.layout_hash, self.tensor_parallel_size = tokens.layout_hash, tensor_parallel_size
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens = tokens
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
-        if not actor_slab:
-            raise BadInput("rollout needs the name of the actor slab", reason="ACTOR_SLAB_MISSING")
         self._leave()
-        self._tokens.open(actor_slab)
+        self._tokens.open(run)
         self.open_run_name = run
-        return work.OpenRunResult(actor_slab=actor_slab, snapshot=snapshot)
+        return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
         """Raises WrongState when no run is open or the slab holds another snapshot."""
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
-        bound, inode = self._tokens.bind(snapshot)
+        with self._left_when_broken():
+            bound, inodes = self._tokens.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, bound, inode)
+        return work.BindResult(snapshot, bound, inodes)
 
     def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
                  snapshot: int, iteration: int) -> work.GenerateResult:
@@ -140,20 +146,30 @@ class RolloutEngine:
                              reason="STALE_SNAPSHOT", bound=self.bound_snapshot, expected=snapshot)
         _check_groups(groups)
         tally = Tally(context, groups)
-        self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
+        with self._left_when_broken():
+            self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
                                    tally.seconds["decode"], hashes)
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""
-        released = self._tokens.release_kv()
+        with self._left_when_broken():
+            released = self._tokens.release_kv()
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
 
     def close(self) -> None:
         self._tokens.close()
+
+    @contextmanager
+    def _left_when_broken(self) -> Iterator[None]:
+        try:
+            yield
+        except ReplicaBroken:
+            self._leave()
+            raise
 
     def _leave(self) -> None:
         self._tokens.unbind()

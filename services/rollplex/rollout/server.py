@@ -1,4 +1,4 @@
-"""Wires a rollout process: config -> broker session -> token engine -> engine -> server."""
+"""Wires a rollout process: config -> ranks -> token engine -> engine -> server."""
 
 from __future__ import annotations
 
@@ -7,40 +7,46 @@ import importlib.util
 import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
-from rollplex.model import ModelConfig, init_tensor_parallel, read_model_config
+from rollplex.model import ActorLayout, ModelConfig, init_tensor_parallel, read_model_config
 from rollplex.rollout.config import RolloutConfig
 from rollplex.rollout.engine import RolloutEngine, TokenEngine
+from rollplex.rollout.replica import Replica
 from rollplex.rollout.servicer import add_rollout
+from rollplex.rollout.shard import RankShard
 from rollplex.rollout.torch_engine import TorchEngine
+from rollplex.rollout.workers import Workers, process_name
 from rollplex.rpc.engine_server import serve_engine
 from rollplex.rpc.server import configure_logging, run
 
 
-def build_engine(config: RolloutConfig, process: str) -> RolloutEngine:
-    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
-    init_tensor_parallel."""
-    torch.set_num_threads(config.rollout.threads)
-    model, driver = read_model_config(config.model.checkpoint), HostDriver()
+def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
+    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count; the `torch` engine with
+    one rank after init_tensor_parallel, with more this joins the group."""
+    build = _build_vllm if config.rollout.engine == "vllm" else _build_torch
+    model = read_model_config(config.model.checkpoint)
     processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process,
-                                    role="rollout")
-    reader = PromptReader(session, driver, processor, model)
+    return RolloutEngine(build(config, replica, model, processor), config.mesh.rollout_tensor_parallel)
+
+
+def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor) -> TokenEngine:
+    workers = Workers(config, replica)
+    workers.start()
     try:
-        if config.rollout.engine == "vllm":
-            return RolloutEngine(_vllm(session, reader, processor, model, config))
-        return RolloutEngine(TorchEngine(session, driver, reader, model, config.model.dtype,
-                                         max_rows=config.rollout.max_rows))
+        shard = build_shard(config, replica, 0)
+        reader = PromptReader(shard.session, shard.session.driver, processor, model)
+        ranks = Replica(shard, workers, config.mesh, process_name(replica, 0))
     except BaseException:
-        session.close()
+        workers.kill()
         raise
+    return TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows)
 
 
-def _vllm(session: BrokerSession, reader: PromptReader, processor: PromptProcessor, model: ModelConfig,
-          config: RolloutConfig) -> TokenEngine:
+def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor) -> TokenEngine:
     """Imports vLLM, in the environment that it needs."""
     if importlib.util.find_spec("vllm") is None:
         raise BadInput("rollout.engine is vllm, which is not installed here; docs/vllm.md says how", reason="NO_VLLM")
@@ -49,17 +55,37 @@ def _vllm(session: BrokerSession, reader: PromptReader, processor: PromptProcess
     set_environment()
     from rollplex.rollout.vllm_engine import VllmEngine
 
-    return VllmEngine(session, reader, processor, model, config)
+    torch.set_num_threads(config.rollout.threads)
+    session = _connect(config, process_name(replica, 0))
+    try:
+        return VllmEngine(session, PromptReader(session, session.driver, processor, model), processor, model, config, replica)
+    except BaseException:
+        session.close()
+        raise
+
+
+def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
+    """One rank's part, also of a worker."""
+    torch.set_num_threads(config.rollout.threads)
+    model, session = read_model_config(config.model.checkpoint), _connect(config, process_name(replica, rank))
+    topology = config.mesh.topology
+    layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
+    return RankShard(session, session.driver, model, layout, device_name(topology.replica_devices(replica)[rank]))
+
+
+def _connect(config: RolloutConfig, process: str) -> BrokerSession:
+    return BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process, role="rollout",
+                                 driver=HostDriver())
 
 
 def serve_forever(config: RolloutConfig, replica: int) -> None:
     """Blocks until SIGTERM."""
-    name = f"rollout-{replica}"
+    name = process_name(replica, 0)
     configure_logging(name)
 
     def build() -> RolloutEngine:
-        if config.rollout.engine == "torch":
+        if config.rollout.engine == "torch" and config.mesh.rollout_tensor_parallel == 1:
             init_tensor_parallel(0, 1)
-        return build_engine(config, name)
+        return build_engine(config, replica)
 
     run(serve_engine(name, config.mesh.address(name), build, add_rollout, drain_timeout_s=config.mesh.drain_timeout_s))

@@ -11,6 +11,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError, RollplexError
+from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.engine.prompts import PromptReader
@@ -21,6 +22,7 @@ from rollplex.rollout.config import RolloutConfig, VllmSection
 from rollplex.rollout.engine import SeededGroup, Tally
 from rollplex.rollout.vllm_flight import Flight
 from rollplex.rollout.vllm_prompts import VllmPrompts
+from rollplex.rollout.workers import process_name
 
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
@@ -33,24 +35,26 @@ class VllmEngine:
     """rollplex.rollout.engine.TokenEngine. It takes over the session, which is for media; workers lease the actor themselves."""
 
     def __init__(self, session: BrokerSession, reader: PromptReader, processor: PromptProcessor, model: ModelConfig,
-                 config: RolloutConfig) -> None:
-        self.layout_hash = layout_hash(model, ActorLayout.build(model, 1, config.model.dtype))
+                 config: RolloutConfig, replica: int) -> None:
+        topology = config.mesh.topology
+        layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
+        self.layout_hash = layout_hash(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
-        self._engine = start_engine(config, session.process, self._max_tokens)
+        self._engine = start_engine(config, replica, self._max_tokens)
         self._prompts = VllmPrompts(self._engine, reader, processor, model)
         # The warm-up has read zeros; nothing is mapped before the first bind.
         self.unbind()
         self._kv_backed = True
         self.release_kv()
 
-    def open(self, actor_slab: str) -> None:
-        self._workers("rollplex_open", [actor_slab])
+    def open(self, run: str) -> None:
+        self._workers("rollplex_open", run)
 
-    def bind(self, snapshot: int) -> tuple[int, int]:
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
         bound = self._workers("rollplex_bind", snapshot)
         self._drop_caches()
-        return bound[0]
+        return bound[0][0], {device: inode for _, device, inode in bound}
 
     def unbind(self) -> None:
         self._workers("rollplex_unbind")
@@ -135,7 +139,7 @@ class VllmEngine:
         return answers
 
 
-def start_engine(config: RolloutConfig, process: str, max_tokens: int) -> LLMEngine:
+def start_engine(config: RolloutConfig, replica: int, max_tokens: int) -> LLMEngine:
     """Raises BadInput for a type that vLLM does not compute in."""
     if config.model.dtype == "float64":
         raise BadInput("vLLM does not compute in float64; use model.dtype bfloat16 or float32, or rollout.engine torch",
@@ -143,19 +147,21 @@ def start_engine(config: RolloutConfig, process: str, max_tokens: int) -> LLMEng
     # Of a plugin that is not installed (a source tree on PYTHONPATH), too.
     vllm_loader.register()
     vllm_internals.keep_embeddings_tied()
-    return LLMEngine.from_engine_args(_engine_args(config, config.rollout.vllm, process, max_tokens))
+    return LLMEngine.from_engine_args(_engine_args(config, config.rollout.vllm, replica, max_tokens))
 
 
-def _engine_args(config: RolloutConfig, options: VllmSection, process: str, max_tokens: int) -> EngineArgs:
-    source = vllm_loader.SlabSource(config.mesh.address("broker"), str(config.mesh.handle_socket), process,
-                                    str(config.model.checkpoint), config.model.dtype)
+def _engine_args(config: RolloutConfig, options: VllmSection, replica: int, max_tokens: int) -> EngineArgs:
+    topology = config.mesh.topology
+    source = vllm_loader.SlabSource(
+        config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
+        config.model.dtype, topology.train_tp, tuple(map(device_name, topology.replica_devices(replica))))
     on_gpu = vllm_internals.has_sleep_mode()
     # A prompt that is computed in parts draws from its generator before it should; vLLM then sets the generator back, which
     # a CPU's cannot do: "CPU Generator does not use offset". There a prompt is computed whole.
     whole = {} if on_gpu else {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_tokens),
                                "block_size": CPU_BLOCK_TOKENS}
     return EngineArgs(
-        **whole, model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0,
+        **whole, model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0, tensor_parallel_size=topology.rollout_tp,
         load_format=vllm_loader.LOAD_FORMAT, model_loader_extra_config=source.as_config(),
         worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker",
         max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows,

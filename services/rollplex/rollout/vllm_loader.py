@@ -33,11 +33,14 @@ class SlabSource:
     broker: str
     handle_socket: str
     process: str
-    """Of the rollout process; worker r is `PROCESS-wR` at the broker."""
+    """Of the rollout process; worker r is `PROCESS.wR` at the broker."""
     checkpoint: str
     dtype: str
+    train_tp: int
+    devices: tuple[str, ...]
+    """By rank."""
 
-    def as_config(self) -> dict[str, str]:
+    def as_config(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -47,7 +50,6 @@ class WorkerActor:
 
     session: BrokerSession
     mapping: ActorMapping
-    rank: int
 
 
 class SlabLoader(BaseModelLoader):
@@ -82,14 +84,13 @@ def connect_worker(source: SlabSource) -> WorkerActor:
     # Here, because vLLM imports this module in every process, those that only read a model's config included.
     from rollplex.engine.actor import ActorMapping
     from rollplex.memory.client import BrokerSession
-    from rollplex.memory.host_driver import HostDriver
     from rollplex.model import ActorLayout, read_model_config
 
     rank, size = tensor_parallel_place()
-    layout = ActorLayout.build(read_model_config(Path(source.checkpoint)), size, source.dtype)
-    session = BrokerSession.connect(source.broker, Path(source.handle_socket), process=f"{source.process}-w{rank}",
+    layout = ActorLayout.build(read_model_config(Path(source.checkpoint)), size, source.dtype, source.train_tp)
+    session = BrokerSession.connect(source.broker, Path(source.handle_socket), process=f"{source.process}.w{rank}",
                                     role="rollout")
-    return WorkerActor(session, ActorMapping(session, HostDriver(), layout), rank)
+    return WorkerActor(session, ActorMapping(session, session.driver, layout, source.devices[rank]))
 
 
 @contextmanager

@@ -11,13 +11,10 @@ from functools import wraps
 from typing import Any
 
 from rollplex.core.errors import RollplexError
-from rollplex.core.residency import Residency
-from rollplex.engine.residency import ResidencyReport
-from rollplex.memory.arena import Arena
+from rollplex.core.ids import actor_slab
+from rollplex.rollout.shard import KeyValueAccount
 from rollplex.rollout.vllm_internals import give_pages_back, has_sleep_mode, kv_storages
 from rollplex.rollout.vllm_loader import check_placed
-
-KV = "rollout_kv"
 
 
 def _returning_refusals(method: Callable) -> Callable:
@@ -35,18 +32,17 @@ class ActorWorker:
     """`self` is a vLLM worker; every name is ours alone."""
 
     @_returning_refusals
-    def rollplex_open(self, slabs: list[str]) -> None:
-        """`slabs`: one a rank."""
-        actor = self.get_model().rollplex_actor
-        actor.mapping.open(slabs[actor.rank])
+    def rollplex_open(self, run: str) -> None:
+        mapping = self.get_model().rollplex_actor.mapping
+        mapping.open(actor_slab(run, mapping.device))
 
     @_returning_refusals
-    def rollplex_bind(self, snapshot: int) -> tuple[int, int]:
-        """(parameters on their views, the slab's inode)."""
+    def rollplex_bind(self, snapshot: int) -> tuple[int, str, int]:
+        """(parameters on their views, the device, its slab's inode)."""
         model = self.get_model()
         mapping = model.rollplex_actor.mapping
         inode = mapping.bind(snapshot)
-        return check_placed(model, mapping.views()), inode
+        return check_placed(model, mapping.views()), mapping.device, inode
 
     @_returning_refusals
     def rollplex_unbind(self) -> None:
@@ -55,29 +51,23 @@ class ActorWorker:
     @_returning_refusals
     def rollplex_back_kv(self) -> None:
         """Keys and values may be touched from now on; the broker's ledger has them."""
-        arena, report = self._rollplex_account()
-        arena.release_class(KV)
-        arena.hold(KV, Residency.HBM, sum(storage.nbytes() for storage in kv_storages(self)))
-        report.send()
+        self._rollplex_account().set(sum(storage.nbytes() for storage in kv_storages(self)))
 
     @_returning_refusals
     def rollplex_release_kv(self) -> int:
         """After the prefix cache has been reset. Bytes given back, 0 when they were not held."""
-        arena, report = self._rollplex_account()
-        released = arena.release_class(KV)
         if not has_sleep_mode():
             for storage in kv_storages(self):
                 give_pages_back(storage)
-        report.send()
-        return released
+        return self._rollplex_account().clear()
 
     def rollplex_close(self) -> None:
         actor = self.get_model().rollplex_actor
         actor.mapping.close()
         actor.session.close()
 
-    def _rollplex_account(self) -> tuple[Arena, ResidencyReport]:
+    def _rollplex_account(self) -> KeyValueAccount:
         actor = self.get_model().rollplex_actor
-        if not hasattr(self, "_rollplex_arena"):
-            self._rollplex_arena = Arena("rollout", actor.mapping.device)
-        return self._rollplex_arena, ResidencyReport(actor.session, self._rollplex_arena)
+        if not hasattr(self, "_rollplex_keys_values"):
+            self._rollplex_keys_values = KeyValueAccount(actor.session, actor.mapping.device)
+        return self._rollplex_keys_values

@@ -34,7 +34,7 @@ async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine]
     host = EngineHost(engine, owner)
 
     async def close() -> None:
-        host.board.abort_all()
+        host.abort_all()
         await loop.run_in_executor(owner, engine.close)
         owner.shutdown()
 

@@ -46,14 +46,24 @@ class PhaseEngine(Protocol):
     bound_snapshot: int
     """-1 when none is bound."""
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult: ...
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult: ...
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult: ...
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult: ...
 
     def close(self) -> None: ...
+
+
+class EpochMember(Protocol):
+    """What an engine with ranks offers as its attribute `communicator`."""
+
+    def announce(self, epoch: int) -> None:
+        """Any thread: this epoch is wanted now, and no earlier one; -1 when the process ends."""
+
+    def enter(self, epoch: int) -> None:
+        """Owner thread: meets the other ranks; before the epoch's first command."""
 
 
 class EngineHost:
@@ -63,6 +73,21 @@ class EngineHost:
         self.engine = engine
         self.board = CommandBoard(owner_thread)
         self.instance_id = new_id(engine.role)
+        self._owner = owner_thread
+        self._member: EpochMember | None = getattr(engine, "communicator", None)
+
+    def join(self, epoch: int) -> None:
+        """Enters an epoch. The ranks meet on the owner thread, where the epoch's commands wait for it."""
+        self.board.join(epoch)
+        if self._member is not None:
+            self._member.announce(epoch)
+            self._owner.submit(self._member.enter, epoch)
+
+    def abort_all(self) -> None:
+        """Asks everything on the owner thread to end."""
+        self.board.abort_all()
+        if self._member is not None:
+            self._member.announce(-1)
 
     def start(self, header: types_pb2.CommandHeader, run: Callable[[Command], Any]) -> types_pb2.StartResponse:
         """Enqueues `run(context)` under the header's identity."""
@@ -81,7 +106,7 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
 
     async def Join(self, request: phase_service_pb2.JoinRequest,
                    context: aio.ServicerContext) -> phase_service_pb2.JoinResponse:
-        self._host.board.join(request.epoch)
+        self._host.join(request.epoch)
         engine = self._host.engine
         return phase_service_pb2.JoinResponse(
             instance_id=self._host.instance_id, role=engine.role, rank=engine.rank,
@@ -94,7 +119,7 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
         config = parse(RunConfig, json.loads(request.run_config_json or "{}"))
         header = request.header
         return self._host.start(header, lambda work_context: self._host.engine.open_run(
-            work_context, header.run, header.snapshot, config, request.actor_slab, request.attach))
+            work_context, header.run, header.snapshot, config, request.attach))
 
     async def StartBindSnapshot(self, request: phase_service_pb2.StartBindSnapshotRequest,
                                 context: aio.ServicerContext) -> types_pb2.StartResponse:

@@ -16,25 +16,17 @@ class TrainerSection:
 
     threads: int = 1
     """CPU threads of a forward or backward pass. Another number may change a gradient in its last bits."""
-    tensor_parallel_size: int = 1
-    """Ranks, one process each."""
-    rendezvous: str = ""
-    """Where the ranks meet, tcp://host:port or file:///path; needed above one rank."""
-    collective_timeout_s: float = 600.0
-    """Deadline of every collective between ranks."""
+    check_hashes: bool = False
+    """After every publish, compare by hash what several devices hold, and before it, gradients that ranks share. Debugging."""
     logprob_chunk_tokens: int = 1024
     """Response tokens whose logits exist at once."""
     offload_pool_bytes: int = 1 << 30
     """Host slab for activations when the run's saved_activations is `offload`."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "tensor_parallel_size", "logprob_chunk_tokens", "offload_pool_bytes"):
+        for name in ("threads", "logprob_chunk_tokens", "offload_pool_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.collective_timeout_s > 0:
-            raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
-        if self.tensor_parallel_size > 1 and not self.rendezvous:
-            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; more than one rank needs a rendezvous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,24 +1,22 @@
 """A trainer rank's slabs at the broker: optimizer state, flip log, gradients. They outlive the process.
 
-A new run: `delete_earlier`, `create_slabs`, RunState(new=True), `load_weights`. After a restart: RunState(new=False) alone.
+A new run: `delete_earlier`, `create_slabs`, RunState(new=True), ActorSlabs.load. After a restart: RunState(new=False) alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-
-import torch
+import math
 
 from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import WrongState
-from rollplex.core.ids import state_slab
+from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
+from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.driver import Driver
 from rollplex.memory.mapping import MappedSlab
-from rollplex.model import ModelConfig, VisionLanguageModel, load_into, module_of
+from rollplex.model import ActorLayout, VisionLanguageModel, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
 from rollplex.trainer.gradients import GradientBuffer
 from rollplex.trainer.optimizer_state import OptimizerState, StateLayout
@@ -29,7 +27,7 @@ def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayo
     rates = config.module_learning_rates()
     layout = model.layout
     names = [part.name for tensor in layout.tensors.values() for part in tensor.parts]
-    counts = tuple((name, torch.Size(layout.shards[name].shape).numel()) for name in names if rates[module_of(name)])
+    counts = tuple((name, math.prod(model.shards[name].shape)) for name in names if rates[module_of(name)])
     dtype = "float64" if layout.dtype == "float64" else "float32"
     return StateLayout(counts, config.chunk_elements, dtype)
 
@@ -88,61 +86,23 @@ def slab_sizes(layout: StateLayout) -> dict[str, int]:
     return {"optimizer": layout.size_bytes, "flips": log_bytes(len(layout.chunks)), "gradients": layout.gradient_bytes}
 
 
-def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, run: str) -> None:
-    """Zero-filled slabs of a new run."""
+def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, run: str) -> None:
+    """Zero-filled slabs of a new run: the device's actor and the rank's own."""
+    device = device_name(rank)
+    session.create(actor_slab(run, device), object_class="actor_snapshot", device=device, size_bytes=actor.size_bytes, run=run)
     for what, size_bytes in slab_sizes(layout).items():
         object_class = "gradients" if what == "gradients" else "optimizer_state"
         session.create(state_slab(run, rank, what), object_class=object_class, size_bytes=size_bytes, run=run)
 
 
-def delete_earlier(session: BrokerSession, rank: int, device: str) -> None:
-    """Deletes the slabs of every earlier run of this rank, its device's actor included."""
+def delete_earlier(session: BrokerSession, rank: int, size: int) -> None:
+    """Deletes the slabs of every earlier run of this rank, its device's actor included; rank 0 those of ranks that a smaller
+    group no longer has, too."""
     for slab in session.list_slabs("runs/"):
-        own = f"/trainer-{rank}/" in slab.name
-        actor = slab.object_class == "actor_snapshot" and slab.device == device
-        if slab.role == "trainer" and (own or actor):
+        if slab.role != "trainer":
+            continue
+        actor, owner = slab.object_class == "actor_snapshot", slab.name.split("/")[2]
+        index = (slab.device if actor else owner).rpartition(":" if actor else "-")[2]
+        gone = rank == 0 and (not index.isdigit() or int(index) >= size)
+        if gone or index == str(rank):
             session.delete(slab.name)
-
-
-def load_weights(checkpoint: Path, config: ModelConfig, model: VisionLanguageModel, state: OptimizerState,
-                 actor_views: Mapping[str, torch.Tensor]) -> None:
-    """Checkpoint -> master weights at full precision, and from those the actor in its dtype.
-
-    `actor_views`: by training name, writable. Raises BadInput for a checkpoint that does not fit.
-    """
-    def store(name: str, values: torch.Tensor) -> None:
-        actor_views[name].copy_(values)
-        if name in state.layout.spans_of:
-            state.set_master(name, values)
-
-    shapes = {name: shard.shape for name, shard in model.layout.shards.items()}
-    views = _OneAtATime(shapes, getattr(torch, state.layout.dtype), store)
-    load_into(checkpoint, config, views, model.tp_rank, model.tp_size)
-    views.flush()
-    state.finish_step(0)
-
-
-class _OneAtATime(Mapping[str, torch.Tensor]):
-    """Views for load_into that exist only while they are filled: a whole full-precision copy would double the model."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
-                 store: Callable[[str, torch.Tensor], None]) -> None:
-        self._shapes, self._dtype, self._store = shapes, dtype, store
-        self._filling: tuple[str, torch.Tensor] | None = None
-
-    def flush(self) -> None:
-        """Stores the view that was handed out last."""
-        if self._filling is not None:
-            self._store(*self._filling)
-            self._filling = None
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        self.flush()
-        self._filling = (name, torch.empty(self._shapes[name], dtype=self._dtype))
-        return self._filling[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)

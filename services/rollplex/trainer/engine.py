@@ -10,15 +10,17 @@ from pathlib import Path
 from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.core.ids import actor_slab as actor_slab_name
 from rollplex.core.ids import state_slab
-from rollplex.engine import ActorMapping, PromptReader, layout_hash
+from rollplex.core.phases import Phase
+from rollplex.engine import Communicator, PromptReader, layout_hash
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.pinned_pool import PinnedPool
 from rollplex.model import VisionLanguageModel
+from rollplex.model.manifest import build_manifest, check_manifest, check_replicas, manifest_hashes
 from rollplex.trainer import custody, export
+from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
 from rollplex.trainer.suffixes import SuffixRunner, check_responses
@@ -38,93 +40,103 @@ class GradientStage(StrEnum):
 class TrainerEngine:
     """rollplex.rpc.phase_servicer.PhaseEngine and the trainer's own commands. Owner thread only.
 
-    It takes over the session and the actor mapping, and closes them.
+    It takes over the session, the actor slabs and the communicator, and closes them.
     """
 
     role = "trainer"
 
-    def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorMapping,
-                 checkpoint: Path, *, logprob_chunk_tokens: int, offload_pool_bytes: int) -> None:
+    def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorSlabs,
+                 checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
+                 check_hashes: bool = False) -> None:
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash(model.config, model.layout)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
-        self._checkpoint = checkpoint
+        self._checkpoint, self._check_hashes = checkpoint, check_hashes
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
         self._prefixes = Prefixes(model, self._arena)
-        self._views = model.layout.training_views(actor.views())
+        self._views = actor.views()
         self._config = RunConfig()
         self._state: custody.RunState | None = None
         self._pool: PinnedPool | None = None
         self._stage = GradientStage.EMPTY
         # The views keep their addresses for ever, so parameters are bound once; a bind only maps pages behind them.
         model.bind(self._views)
+        check_manifest(build_manifest(model.layout, self.rank), actor.own.views())
+        self.communicator = communicator
+        communicator.use_group = model.use_group
 
-    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, actor_slab: str,
-                 attach: bool) -> work.OpenRunResult:
-        """Loads the checkpoint into new slabs, or with `attach` takes up those of an earlier process as they are.
+    def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
+                 ) -> work.OpenRunResult:
+        """Loads the checkpoint into new slabs, or with `attach` takes up those of an earlier process as they are. The actor's
+        name follows from run and device.
 
         Raises BadInput for a bad checkpoint, NotFound when there is nothing to attach to, WrongState when it was laid out
         for another config, Aborted while others still lease an earlier run's actor.
         """
         self._close_run()
         layout = custody.plan_state(self._model, config.optimizer)
-        name = actor_slab or actor_slab_name(run, self._actor.device)
         if not attach:
-            custody.delete_earlier(self._session, self.rank, self._actor.device)
-            self._session.create(name, object_class="actor_snapshot", device=self._actor.device,
-                                 size_bytes=self._model.layout.size_bytes, run=run)
-            custody.create_slabs(self._session, self.rank, layout, run)
+            custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
+            custody.create_slabs(self._session, self.rank, layout, self._model.layout, run)
         self._state = custody.RunState(self._session, self._model, layout, run, new=not attach)
-        self._actor.open(name)
+        self._actor.open(run)
         self._config = config
         if not attach:
-            self._load_checkpoint()
+            self._actor.load(self._checkpoint, self._model.config, self._state.optimizer)
         if config.saved_activations == "offload":
             self._pool = PinnedPool.create(self._session, state_slab(run, self.rank, "offload"), self._pool_bytes, run=run)
         self._stage = GradientStage.INHERITED if attach else GradientStage.EMPTY
         self.open_run_name = run
         self._report.send()
-        whole = sum(math.prod(shard.full_shape) for shard in self._model.layout.shards.values())
-        return work.OpenRunResult(name, self._model.layout.size_bytes, snapshot if attach else 0, whole)
+        whole = sum(math.prod(shard.full_shape) for shard in self._model.shards.values())
+        return work.OpenRunResult(self._actor.own.slab, self._model.layout.size_bytes, snapshot if attach else 0, whole)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
         """Maps the snapshot for reading behind the parameters; boundaries of another snapshot are dropped."""
         self.require(self.open_run_name)
         if snapshot != self.bound_snapshot:
             self._prefixes.release_all()
-        inode = self._actor.bind(snapshot)
+        inode = self._actor.own.bind(snapshot)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, len(self._model.layout.tensors), inode)
+        if self._check_hashes:
+            with self.communicator.together(Phase.UPDATE, "bind_snapshot"):
+                check_replicas(self._model.layout, self.communicator.all_gather(manifest_hashes(self._actor.own.views())))
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {self._actor.device: inode})
 
     def require(self, run: str, snapshot: int | None = None) -> None:
         """Raises WrongState unless this run is open and, if given, this snapshot bound."""
+        wrong = None
         if not self.open_run_name or run != self.open_run_name:
-            raise WrongState(f"run {run!r} is not open here; {self.open_run_name or 'none'} is", reason="NO_RUN")
-        if snapshot is not None and snapshot != self.bound_snapshot:
-            raise WrongState(f"the command reads snapshot {snapshot}; bound is {self.bound_snapshot}",
-                             reason="STALE_SNAPSHOT", snapshot=self.bound_snapshot)
+            wrong = WrongState(f"run {run!r} is not open here; {self.open_run_name or 'none'} is", reason="NO_RUN")
+        elif snapshot is not None and snapshot != self.bound_snapshot:
+            wrong = WrongState(f"the command reads snapshot {snapshot}; bound is {self.bound_snapshot}",
+                               reason="STALE_SNAPSHOT", snapshot=self.bound_snapshot)
+        if wrong is not None:
+            self.communicator.fail(wrong, "a command of another run or snapshot")
+            raise wrong
 
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
         """Opens a mini-batch: drops older boundaries and gradients that were not applied, then runs every group's prefix.
 
         Raises WrongState while no snapshot is bound or an update is half applied, DataLoss for a prompt unlike the coordinator's.
         """
-        self._require_bound()
-        self._require_whole()
-        self._prefixes.release_all()
-        self._discard_gradients()
-        hashes = []
-        for done, group in enumerate(groups, start=1):
-            context.check()
-            inputs = self._reader.read(group)
-            self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
-            hashes.append(inputs.hash())
-            context.progress(done, len(groups), "groups")
-        self._report.send()
-        return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
+        with self.communicator.together(Phase.OVERLAP, "materialize_prefix"):
+            self._require_bound()
+            self._require_whole()
+            self._prefixes.release_all()
+            self._discard_gradients()
+            hashes = []
+            for done, group in enumerate(groups, start=1):
+                context.check()
+                inputs = self._reader.read(group)
+                self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
+                hashes.append(inputs.hash())
+                context.progress(done, len(groups), "groups")
+            self._report.send()
+            return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
 
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
@@ -132,20 +144,21 @@ class TrainerEngine:
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without boundary, before scoring any.
         """
-        self._require_bound()
-        if not temperature > 0:
-            raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
-        self._check_responses(groups)
-        samples: list[work.SampleLogprobs] = []
-        runner = self._runner()
-        for done, group in enumerate(groups, start=1):
-            context.check()
-            samples += runner.score(self._prefixes.get(group.group_index), group, temperature)
-            if not keep_boundaries:
-                self._prefixes.release(group.group_index)
-            context.progress(done, len(groups), "groups")
-        self._report.send()
-        return work.ScoreResult(tuple(samples))
+        with self.communicator.together(Phase.SUFFIX, "score_suffix"):
+            self._require_bound()
+            if not temperature > 0:
+                raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
+            self._check_responses(groups)
+            samples: list[work.SampleLogprobs] = []
+            runner = self._runner()
+            for done, group in enumerate(groups, start=1):
+                context.check()
+                samples += runner.score(self._prefixes.get(group.group_index), group, temperature)
+                if not keep_boundaries:
+                    self._prefixes.release(group.group_index)
+                context.progress(done, len(groups), "groups")
+            self._report.send()
+            return work.ScoreResult(tuple(samples))
 
     def train_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], scale: work.LossScale
                      ) -> work.SuffixResult:
@@ -155,36 +168,40 @@ class TrainerEngine:
         touching any group, WrongState for one without boundary or once the gradient has been measured, and BadInput for
         responses that `check_responses` refuses.
         """
-        self._require_bound()
-        if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
-            raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
-                             reason="GRADIENT_STAGE", stage=self._stage.value)
-        ordered = sorted(groups, key=lambda group: group.group_index)
-        self._check_responses(ordered)
-        self._stage = GradientStage.SUMMING
-        runner, metrics = self._runner(), MetricSums()
-        for done, group in enumerate(ordered, start=1):
-            context.check()
-            metrics.merge(runner.train(self._prefixes.get(group.group_index), group, scale))
-            self._prefixes.release(group.group_index)
-            context.progress(done, len(ordered), "groups")
-        self._report.send()
-        return work.SuffixResult(metrics.result())
+        with self.communicator.together(Phase.SUFFIX, "train_suffix"):
+            self._require_bound()
+            if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
+                raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
+                                 reason="GRADIENT_STAGE", stage=self._stage.value)
+            ordered = sorted(groups, key=lambda group: group.group_index)
+            self._check_responses(ordered)
+            self._stage = GradientStage.SUMMING
+            runner, metrics = self._runner(), MetricSums()
+            for done, group in enumerate(ordered, start=1):
+                context.check()
+                metrics.merge(runner.train(self._prefixes.get(group.group_index), group, scale))
+                self._prefixes.release(group.group_index)
+                context.progress(done, len(ordered), "groups")
+            self._report.send()
+            return work.SuffixResult(metrics.result())
 
     def measure_gradient(self, context: work.WorkContext) -> work.GradientResult:
         """Global L2 norm over the trainable parameters. Closes the mini-batch: nothing may be added until it is applied.
 
         Raises WrongState for gradients that an earlier process left unfinished.
         """
-        state = self._require_state()
-        if self._stage is GradientStage.INHERITED:
-            raise WrongState("the gradients of an earlier process may be incomplete; redo the prefixes and suffixes",
-                             reason="GRADIENT_STAGE", stage=self._stage.value)
-        if self._stage is GradientStage.SUMMING:
-            state.gradients.sum_replicas()
-        self._stage = GradientStage.MEASURED
-        norm = state.gradients.norm()
-        return work.GradientResult(norm, math.isfinite(norm))
+        with self.communicator.together(Phase.UPDATE, "measure_gradient"):
+            state = self._require_state()
+            if self._stage is GradientStage.INHERITED:
+                raise WrongState("the gradients of an earlier process may be incomplete; redo the prefixes and suffixes",
+                                 reason="GRADIENT_STAGE", stage=self._stage.value)
+            if self._stage is GradientStage.SUMMING:
+                state.gradients.sum_replicas()
+                if self._check_hashes and self.tensor_parallel_size > 1:
+                    state.gradients.check_replicas()
+            self._stage = GradientStage.MEASURED
+            norm = state.gradients.norm()
+            return work.GradientResult(norm, math.isfinite(norm))
 
     def apply_update(self, context: work.WorkContext, order: work.UpdateOrder) -> work.UpdateResult:
         """Rewrites state and actor chunk by chunk, then zeroes the gradients; with `skip` only the latter.
@@ -212,7 +229,7 @@ class TrainerEngine:
             context.check()
 
         try:
-            update = StreamedUpdate(state.optimizer, state.gradients, self._views, self._config.optimizer)
+            update = StreamedUpdate(state.optimizer, state.gradients, self._actor.targets(), self._config.optimizer)
             result = update.run(order, after_chunk)
         finally:
             self._actor.unbind()
@@ -225,8 +242,9 @@ class TrainerEngine:
 
         Raises BadInput when `path` exists and is not an empty directory.
         """
-        self._require_bound()
-        size_bytes = export.write(self._checkpoint, path, self._model, self._views)
+        with self.communicator.together(Phase.IDLE, "export_checkpoint"):
+            self._require_bound()
+            size_bytes = export.write(self._checkpoint, path, self._model, self._views)
         return work.CheckpointResult(str(path), size_bytes)
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
@@ -240,18 +258,10 @@ class TrainerEngine:
 
     def close(self) -> None:
         """Slabs stay with the broker."""
+        self.communicator.close()
         self._close_run()
         self._actor.close()
         self._session.close()
-
-    def _load_checkpoint(self) -> None:
-        """Fills master weights and actor, before the coordinator registers the snapshot."""
-        state = self._require_state()
-        self._actor.bind_for_update(None)
-        try:
-            custody.load_weights(self._checkpoint, self._model.config, self._model, state.optimizer, self._views)
-        finally:
-            self._actor.unbind()
 
     def _close_run(self) -> None:
         self._prefixes.release_all()

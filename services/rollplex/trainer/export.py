@@ -27,7 +27,8 @@ def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[s
         dist.gather(local.contiguous(), parts, group=model.group, group_dst=0)
         return parts
 
-    save_checkpoint(source, path, model.config, views, gather=gather if model.tp_size > 1 else None)
+    save_checkpoint(source, path, model.config, views, gather=gather if model.tp_size > 1 else None,
+                    shards=model.shards)
     if model.tp_rank:
         return 0
     return sum(file.stat().st_size for file in path.iterdir())

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from rollplex.model import Shard, VisionLanguageModel
+from rollplex.core.errors import DataLoss
+from rollplex.model import VisionLanguageModel
 from rollplex.trainer.optimizer_state import StateLayout
 
 
@@ -24,10 +25,9 @@ class GradientBuffer:
         flat = slab[:slab.numel() // 8 * 8].view(getattr(torch, layout.dtype))
         self.flat = flat[:layout.element_count]
         """[trainable elements], chunk after chunk."""
-        shapes = {name: shard.shape for name, shard in model.layout.shards.items()}
         self.views, start = {}, 0
         for name, count in layout.element_counts:
-            self.views[name] = self.flat[start:start + count].view(shapes[name])
+            self.views[name] = _as_stored(model, name, self.flat[start:start + count])
             start += count
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -61,32 +61,45 @@ class GradientBuffer:
 
     def sum_replicas(self) -> None:
         """Adds up gradients of kv heads that several ranks hold; once, after the last backward of a mini-batch."""
-        tp = self._model.tp_size
         for name, view in self.views.items():
-            shard = self._model.layout.shards[name]
-            if shard.axis is None or shard.pieces == tp:
+            shard = self._model.shards[name]
+            if shard.axis is None or not shard.replicated:
                 continue
             whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=view.device)
             shard.take(whole, self._model.tp_rank).copy_(view)
             dist.all_reduce(whole, group=self._model.group)
             view.copy_(shard.take(whole, self._model.tp_rank))
 
+    def check_replicas(self) -> None:
+        """Raises DataLoss, naming parameters, where ranks have different gradients of what all of them hold whole."""
+        names = [name for name in self.views if self._model.shards[name].axis is None]
+        words = [self.views[name].contiguous().view(-1).view(torch.int32) for name in names]
+        sums = torch.stack([part.sum(dtype=torch.int64) for part in words]) if words else torch.zeros(0, dtype=torch.int64)
+        least, most = sums.clone(), sums.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._model.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._model.group)
+        if differing := [name for name, same in zip(names, (least == most).tolist()) if not same]:
+            raise DataLoss(f"ranks have different gradients of {len(differing)} replicated parameters: "
+                           f"{', '.join(differing[:5])}", reason="REPLICAS_DIFFER")
+
     def norm(self) -> float:
         """L2 norm over all ranks in float64, each element of the whole model counted once; not finite if any is not."""
         total = torch.zeros((), dtype=torch.float64)
         for name, view in self.views.items():
-            if _counts_here(self._model.layout.shards[name], self._model.tp_rank):
+            if self._model.shards[name].first_holder(self._model.tp_rank):
                 total += torch.linalg.vector_norm(view, dtype=torch.float64).square().cpu()
         if self._model.tp_size > 1:
             dist.all_reduce(total, group=self._model.group)
         return math.sqrt(value) if math.isfinite(value := float(total)) else value
 
 
+def _as_stored(model: VisionLanguageModel, name: str, flat: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient over its flat elements, which lie in the order of the parameter's own bytes."""
+    shape = model.shards[name].shape
+    transposed = model.layout.tensors[model.layout.rollout_name_of[name]].transposed
+    return flat.view(shape[::-1]).t() if transposed else flat.view(shape)
+
+
 def _add_to(view: torch.Tensor, parameter: torch.Tensor) -> None:
     view.add_(parameter.grad)
     parameter.grad = None
-
-
-def _counts_here(shard: Shard, rank: int) -> bool:
-    """Whether this rank is the first that holds its piece of the parameter."""
-    return rank == 0 if shard.axis is None else rank == 0 or shard.piece_of(rank) != shard.piece_of(rank - 1)

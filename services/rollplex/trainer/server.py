@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import torch
 
+from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine import ActorMapping, PromptReader
+from rollplex.engine import Communicator, PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
-from rollplex.model import VisionLanguageModel, destroy_tensor_parallel, init_tensor_parallel, read_model_config
+from rollplex.model import (
+    ActorLayout,
+    Seat,
+    VisionLanguageModel,
+    destroy_tensor_parallel,
+    init_tensor_parallel,
+    read_model_config,
+    tensor_parallel_group,
+)
 from rollplex.rpc.engine_server import serve_engine
 from rollplex.rpc.server import configure_logging, run
+from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.config import TrainerConfig
 from rollplex.trainer.engine import TrainerEngine
 from rollplex.trainer.servicer import add_trainer
 
 
 def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
-    """Everything behind the servicer. Call it on the owner thread, in a tensor-parallel group: torch keeps its thread count
-    by thread."""
+    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
+    init_tensor_parallel(0, 1): ranks meet when they join an epoch."""
     section, checkpoint, driver = config.trainer, config.model.checkpoint, HostDriver()
+    topology = config.mesh.topology
+    size = topology.train_tp
     torch.set_num_threads(section.threads)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype))
+    layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
+    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), layout=layout,
+                                group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
                                     role="trainer", driver=driver)
     reader = PromptReader(session, driver, processor, model_config)
-    actor = ActorMapping(session, driver, model.layout)
-    return TrainerEngine(session, reader, model, actor, checkpoint, logprob_chunk_tokens=section.logprob_chunk_tokens,
-                         offload_pool_bytes=section.offload_pool_bytes)
+    actor = ActorSlabs(session, driver, layout, rank)
+    communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
+                                timeout_s=config.mesh.collective_timeout_s)
+    return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
+                         logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
+                         check_hashes=section.check_hashes)
 
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:
     """Blocks until SIGTERM."""
-    name = f"trainer-{rank}"
+    name, size = f"trainer-{rank}", config.mesh.train_tensor_parallel
+    if not 0 <= rank < size:
+        raise BadInput(f"rank {rank} of {size}: [mesh] train_tensor_parallel says how many there are")
     configure_logging(name)
-    section = config.trainer
-    init_tensor_parallel(rank, section.tensor_parallel_size, store=section.rendezvous or None,
-                         timeout_s=section.collective_timeout_s)
+    init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
                          drain_timeout_s=config.mesh.drain_timeout_s))

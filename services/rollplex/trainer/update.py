@@ -9,7 +9,7 @@ only after the last flip. The result is bit-identical to an unbroken run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,12 @@ class Segment:
 class StreamedUpdate:
     """One update of one rank."""
 
-    def __init__(self, state: OptimizerState, gradients: GradientBuffer, actor_views: Mapping[str, torch.Tensor],
+    def __init__(self, state: OptimizerState, gradients: GradientBuffer, targets: Mapping[str, Sequence[torch.Tensor]],
                  config: OptimizerConfig) -> None:
-        """`actor_views`: by training name, writable for as long as `run` lasts."""
+        """`targets`: by training name, flat, one a slab that the parameter goes to; writable for as long as `run` lasts."""
         self._state, self._gradients, self._config = state, gradients, config
-        self._actor = {name: actor_views[name].view(-1) for name, _ in state.layout.element_counts}
-        self._one_dimensional = {name for name in self._actor if actor_views[name].dim() < 2}
+        self._targets = targets
+        self._one_dimensional = {name for name, view in gradients.views.items() if view.dim() < 2}
         self._rates = config.module_learning_rates()
 
     def run(self, order: UpdateOrder, after_chunk: Callable[[int, int], None] = lambda done, total: None) -> UpdateResult:
@@ -90,11 +90,12 @@ class StreamedUpdate:
         return slot
 
     def _cast(self, index: int) -> None:
-        """Master weights into the actor, in its dtype."""
+        """Master weights into every slab that holds them, in the actor's dtype."""
         master, offset = self._state.current(index)[0], 0
         for span in self._state.layout.chunks[index].spans:
             size = span.stop - span.start
-            self._actor[span.name][span.start:span.stop].copy_(master[offset:offset + size])
+            for target in self._targets[span.name]:
+                target[span.start:span.stop].copy_(master[offset:offset + size])
             offset += size
 
     def _segments(self, index: int) -> list[Segment]:

@@ -125,17 +125,18 @@ def test_no_model_or_no_checkpoint_is_refused_before_anything_starts(settings, t
 
 def test_the_supervisor_runs_every_rank_with_this_interpreter():
     settings = parse_settings({
-        "mesh": {"runtime_dir": "/run/100%"}, "coordinator": {"trainer_ranks": 2, "rollout_replicas": 2},
-        "trainer": {"tensor_parallel_size": 2, "threads": 3, "rendezvous": "tcp://127.0.0.1:1"}})
+        "mesh": {"runtime_dir": "/run/100%", "train_tensor_parallel": 2, "reference_tensor_parallel": 2},
+        "trainer": {"threads": 3}})
     text = supervisor_config(settings)
     assert f"command={sys.executable} -m rollplex.trainer --config /run/100%%/effective.toml --rank 1\n" in text
+    assert "rollplex.reference --config /run/100%%/effective.toml --rank 1\n" in text
     assert "rollplex.rollout --config /run/100%%/effective.toml --replica 1\n" in text
     assert 'OMP_NUM_THREADS="3"' in text
     assert stop_timeout_s(settings) > 30
 
 
 @pytest.mark.parametrize("data", [
-    {"coordinator": {"trainer_ranks": 2}}, {"reward": {"address": "127.0.0.1:9"}}])
+    {"mesh": {"train_tensor_parallel": 3, "rollout_tensor_parallel": 2}}, {"reward": {"address": "127.0.0.1:9"}}])
 def test_sections_that_contradict_each_other_are_refused(data):
     with pytest.raises(BadInput):
         service_config(parse_settings(data))

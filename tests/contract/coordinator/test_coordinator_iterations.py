@@ -110,7 +110,7 @@ async def test_an_engine_error_ends_the_iteration_and_the_next_one_works(mesh):
     await open_run(mesh)
     failed = await iterate(mesh)
     assert (failed.state, failed.error.kind) == (IterationState.FAILED, "InternalError")
-    assert failed.error.message == "trainer: RuntimeError: the card is on fire"
+    assert failed.error.message == "trainer-0 in SUFFIX: RuntimeError: the card is on fire"
     assert "skip_update" in mesh.trainer.calls  # gradients of the broken iteration are zeroed
     mesh.trainer.hooks.clear()
     assert (await iterate(mesh)).state is IterationState.DONE

@@ -109,7 +109,7 @@ def test_quiesce_drops_boundaries(mesh, reference, groups):
 
 
 def test_weights_are_mapped_only_around_compute(mesh, reference, groups):
-    inode = reference.bind(0).slab_inode
+    inode = reference.bind(0).inodes["host"]
     (slab,) = mesh.session.list_slabs(SLAB)
     assert (slab.inode, slab.object_class) == (inode, "reference_weights")
     materialize(reference, groups[:1])

@@ -37,7 +37,7 @@ def start(mesh, tmp_path):
 def test_a_killed_reference_comes_back_to_its_weights(mesh, start):
     process, client = start()
     client.open_run()
-    inode = client.bind(0).slab_inode
+    inode = client.bind(0).inodes["host"]
     client.channel.close()
     process.kill()
     process.wait()
@@ -46,7 +46,7 @@ def test_a_killed_reference_comes_back_to_its_weights(mesh, start):
     process, client = start()
     assert client.joined.open_run == ""
     client.open_run()
-    assert client.bind(0).slab_inode == inode
+    assert client.bind(0).inodes["host"] == inode
     assert mesh.session.list_slabs("reference/weights/") == (slab,)
     client.channel.close()
     process.terminate()

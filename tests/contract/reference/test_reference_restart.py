@@ -49,7 +49,7 @@ def test_a_restarted_process_finds_its_weights(mesh, serve_reference, loads):
         with serve_reference() as client:
             client.open_run()
             client.open_run()
-            inodes.append(client.bind(0).slab_inode)
+            inodes.append(client.bind(0).inodes["host"])
     assert len(loads) == 1
     assert inodes[0] == inodes[1] == mesh.session.list_slabs(SLAB)[0].inode
 

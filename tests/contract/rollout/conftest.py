@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from engine_rig import served
+from replica_rig import replica_process
 from rollout_rig import actor_mesh
 from tiny_checkpoint import save_tiny
 
 from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.topology import Topology
 from rollplex.rollout.config import RolloutConfig, RolloutSection, VllmSection
 from rollplex.rollout.server import build_engine
 from rollplex.rollout.servicer import add_rollout
@@ -18,37 +20,50 @@ MAX_ROWS = 12
 def torch_engine(model: ModelSection, mesh: MeshSection):
     """The engine of a process "rollout-0", on the mesh's broker."""
     config = RolloutConfig(model=model, mesh=mesh, rollout=RolloutSection(engine="torch", max_rows=MAX_ROWS))
-    return build_engine(config, "rollout-0")
+    return build_engine(config, 0)
 
 
 def vllm_engine(model: ModelSection, mesh: MeshSection):
     """The same on vLLM, in this process too."""
-    pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
     rollout = RolloutSection(engine="vllm", max_rows=MAX_ROWS, vllm=VllmSection(kv_cache_gib=0.0625, max_model_len=2048))
-    return build_engine(RolloutConfig(model=model, mesh=mesh, rollout=rollout), "rollout-0")
+    return build_engine(RolloutConfig(model=model, mesh=mesh, rollout=rollout), 0)
 
 
 ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
+VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set", "rollout.vllm.max_model_len=2048")
+REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
+            "vllm-tp2-q2": (Topology(4, 2), 1)}
+"""Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
+
+
+@pytest.fixture(scope="module", params=[*ENGINES, "torch-tp2", "torch-tp2-q2", "vllm-tp2-q2"])
+def engine_name(request):
+    if request.param.startswith("vllm"):
+        pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    with actor_mesh(save_tiny(tmp_path_factory.mktemp("tiny")), tmp_path_factory.mktemp("mesh", numbered=True)) as made:
+def mesh(engine_name, tmp_path_factory):
+    topology, replica = REPLICAS.get(engine_name, (Topology(), 0))
+    folders = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("mesh", numbered=True)
+    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica) as made:
         yield made
-
-
-@pytest.fixture(scope="module", params=list(ENGINES))
-def engine_name(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
 def rollout(engine_name, mesh):
     """The served engine, its run open."""
+    if engine_name in REPLICAS:
+        topology, replica = REPLICAS[engine_name]
+        with replica_process(mesh, topology, replica, *(VLLM if engine_name.startswith("vllm") else ())) as (client, _):
+            client.open_run()
+            yield client
+        return
     engine = ENGINES[engine_name](mesh.model, mesh.section)
     with served(mesh.loop, mesh.section, "rollout-0", engine, add_rollout) as client:
         client.engine = engine
-        client.open_run(mesh.actor.slab)
+        client.open_run()
         yield client
 
 

@@ -12,6 +12,9 @@ from tiny_checkpoint import save_tiny
 VOCAB = 371
 
 
+pytestmark = pytest.mark.parametrize("engine_name", ["torch", "vllm"], indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def mesh(request, tmp_path_factory):
     checkpoint = save_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, tied=request.param == "tied")
@@ -19,7 +22,7 @@ def mesh(request, tmp_path_factory):
         yield made
 
 
-def test_the_layout_is_padded_and_has_one_tensor_for_a_tied_head(mesh):
+def test_the_layout_is_padded_and_has_one_tensor_for_a_tied_head(mesh, engine_name):
     config, layout = mesh.oracle.config, mesh.actor.layout
     assert config.vocab_size == VOCAB
     assert layout.tensors["language_model.model.embed_tokens.weight"].shape[0] == 384

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
-from engine_rig import EngineClient
+from replica_rig import mapped_ranges
 from rollout_rig import SAMPLING, generate, tokens_of
-from torch import nn
 
-from rollplex.core.errors import BadInput, InternalError
-from rollplex.rpc.channel import sync_channel
+from rollplex.core.errors import BadInput
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
 
 
-@pytest.fixture(scope="module")
-def engine_name():
-    return "vllm"
+pytestmark = pytest.mark.parametrize("engine_name", ["vllm"], indirect=True, scope="module")
 
 
 @pytest.fixture
 def parameters(bound):
     (found,) = bound.engine._tokens._engine.apply_model(lambda model: dict(model.named_parameters()))
     return found
-
-
-def mapped_ranges(inode: int) -> list[tuple[int, int, str]]:
-    """(start, end, permissions) of this process's mappings of a file."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    found = [(fields[0].split("-"), fields[1]) for fields in lines if int(fields[4]) == inode]
-    return [(int(start, 16), int(end, 16), permissions) for (start, end), permissions in found]
 
 
 def resident_bytes(storage: torch.UntypedStorage) -> int:
@@ -122,51 +107,3 @@ def test_more_prompt_tokens_than_a_step_computes(mesh, bound):
 def test_what_vllm_would_change_silently_is_refused(mesh, bound, changes):
     with pytest.raises(BadInput):
         generate(mesh, bound, [mesh.prompts.group("text")], dataclasses.replace(SAMPLING, **changes))
-
-
-def test_a_model_that_is_not_the_layout_is_refused():
-    from rollplex.rollout.vllm_loader import place_parameters
-
-    model = nn.Linear(3, 2)
-    views = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
-    place_parameters(model, views)
-    assert model.weight.data_ptr() == views["weight"].data_ptr()
-    for wrong in ({"weight": views["weight"]}, views | {"more": torch.zeros(1)}, views | {"weight": torch.zeros(4, 3)},
-                  views | {"bias": torch.zeros(2, dtype=torch.bfloat16)}):
-        with pytest.raises(InternalError) as caught:
-            place_parameters(model, wrong)
-        assert caught.value.reason == "LAYOUT_MISMATCH"
-
-
-def test_modules_are_built_without_their_memory():
-    from rollplex.rollout.vllm_loader import parameters_without_memory
-
-    with parameters_without_memory():
-        module = nn.Module()
-        module.register_parameter("weight", nn.Parameter(torch.empty(1000, 1000)))
-    assert module.weight.shape == (1000, 1000)
-    assert module.weight.untyped_storage().nbytes() == 4
-
-
-def test_the_process_serves_and_drains(mesh, tmp_path):
-    """`python -m rollplex.rollout --set rollout.engine=vllm` as another replica of the same mesh."""
-    config = tmp_path / "mesh.toml"
-    config.write_text(f'[mesh]\nruntime_dir = "{mesh.section.runtime_dir}"\n[model]\ncheckpoint = "{mesh.checkpoint}"\n')
-    command = [sys.executable, "-W", "ignore", "-m", "rollplex.rollout", "--config", str(config), "--replica", "1",
-               "--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.125"]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        address = mesh.section.address("rollout-1")
-        with sync_channel(address) as channel:
-            grpc.channel_ready_future(channel).result(90)
-        client = EngineClient(address)
-        client.open_run(mesh.actor.slab)
-        assert client.bind(mesh.actor.snapshot).slab_inode == mesh.actor.inode
-        assert len(generate(mesh, client, [mesh.prompts.group("video")]).samples) == 4
-        client.quiesce()
-        client.channel.close()
-        process.terminate()
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()

@@ -19,7 +19,7 @@ def test_a_whole_iteration(serve, mesh, groups, run):
         opened = client.open(config())
         bound = client.bind(0)
         slab = next(slab for slab in mesh.session.list_slabs("runs/") if slab.name == opened.actor_slab)
-        assert bound.slab_inode == slab.inode > 0 and slab.size_bytes == opened.actor_bytes
+        assert bound.inodes == {"host:0": slab.inode} and slab.inode > 0 and slab.size_bytes == opened.actor_bytes
         assert bound.bound_parameters == len(engine._model.layout.tensors)
         before = client.actor_bytes(0)
         result = client.iterate(groups, 0)
@@ -42,7 +42,7 @@ def test_parameters_are_the_slab_that_a_reader_maps(serve, groups):
     with serve() as (client, engine):
         client.open(config())
         client.bind(0)
-        base = engine._actor.address
+        base = engine._actor.own.address
         whole = client.actor_bytes(0)
         for name, place in engine._model.layout.training_placements("").items():
             parameter = engine._model.parameters_by_name()[name]
@@ -57,7 +57,7 @@ def test_ways_of_computing_agree_on_media_prompts(serve, groups, fields):
     found = []
     with serve() as (client, engine):
         for index, run_config in enumerate((config(), config(**fields))):
-            client.run, client.slab = f"{client.run}-{index}", f"runs/{client.run}-{index}/actor/host"
+            client.run, client.slab = f"{client.run}-{index}", f"runs/{client.run}-{index}/actor/host:0"
             client.open(run_config)
             client.bind(0)
             client.materialize(groups, 0)
@@ -146,7 +146,7 @@ def test_a_new_run_frees_the_slabs_of_the_one_before(serve, mesh, run):
         client.open(config())
         first = {slab.name for slab in mesh.session.list_slabs(f"runs/{run}/")}
         assert len(first) == 4
-        client.run, client.slab = f"{run}-next", f"runs/{run}-next/actor/host"
+        client.run, client.slab = f"{run}-next", f"runs/{run}-next/actor/host:0"
         client.open(config())
         assert not mesh.session.list_slabs(f"runs/{run}/")
 

@@ -13,7 +13,7 @@ from rollplex.core.errors import NotFound
 def unbroken(serve, groups):
     """The actor after two iterations of a trainer that was left alone."""
     with serve() as (client, _):
-        client.run, client.slab = f"{client.run}-unbroken", f"runs/{client.run}-unbroken/actor/host"
+        client.run, client.slab = f"{client.run}-unbroken", f"runs/{client.run}-unbroken/actor/host:0"
         client.open(config())
         client.bind(0)
         client.iterate(groups, 0)

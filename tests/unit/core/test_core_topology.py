@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollplex.core.errors import BadInput
-from rollplex.core.topology import Topology
+from rollplex.core.topology import Topology, is_host
 
 PAIRS = [(train, rollout) for train in (1, 2, 4, 8) for rollout in (1, 2, 4, 8) if train % rollout == 0]
 
@@ -33,3 +33,25 @@ def test_replicas_cover_the_devices_once_and_hold_every_shard(train, rollout):
 def test_what_does_not_nest_is_refused_with_the_numbers(train, rollout):
     with pytest.raises(BadInput, match=f"TP {train} and rollout at TP {rollout}"):
         Topology(train, rollout)
+
+
+def test_replicas_on_devices_of_their_own_come_after_the_trainers():
+    topology = Topology(4, 2, own_replicas=3)
+    assert (topology.device_count, topology.replica_count) == (10, 3)
+    assert [topology.replica_devices(replica) for replica in range(3)] == [(4, 5), (6, 7), (8, 9)]
+    assert [topology.source(replica) for replica in range(3)] == [(0, 2), (1, 3), (0, 2)]
+    for replica in range(3):
+        assert [topology.rollout_shard(device) for device in topology.source(replica)] == [0, 1]
+
+
+@pytest.mark.parametrize(("train", "rollout"), PAIRS)
+def test_a_replica_that_shares_reads_its_own_devices(train, rollout):
+    topology = Topology(train, rollout)
+    for replica in range(topology.replica_count):
+        assert topology.source(replica) == topology.replica_devices(replica)
+
+
+@pytest.mark.parametrize(("device", "expected"), [
+    ("host", True), ("host:0", True), ("host:12", True), ("host:", False), ("host:x", False), ("cuda:0", False)])
+def test_host_devices(device, expected):
+    assert is_host(device) is expected

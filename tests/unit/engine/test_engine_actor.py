@@ -23,7 +23,7 @@ def session(config):
     size = ActorLayout.build(config, 1, "float32").size_bytes
     for name, size_bytes in (("actor", size), ("other", size), ("small", 4096)):
         fd = sealed_memfd(name, size_bytes)
-        session.add(name, fd, size_bytes)
+        session.add(name, fd, size_bytes, "host:0")
         os.close(fd)
     yield session
     session.close()
@@ -31,7 +31,7 @@ def session(config):
 
 @pytest.fixture
 def actor(session, config):
-    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"))
+    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"), "host:0")
     mapping.open("actor")
     yield mapping
     mapping.close()
@@ -96,7 +96,7 @@ def test_a_slab_of_another_layout_is_refused(session, actor):
 
 
 def test_nothing_to_bind_before_open(session, config):
-    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"))
+    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"), "host:0")
     with pytest.raises(WrongState) as caught:
         mapping.bind(0)
     assert caught.value.reason == "NO_RUN"

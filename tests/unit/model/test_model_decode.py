@@ -93,5 +93,5 @@ def test_misuse_is_refused(bind):
         decoder.step(state, torch.tensor([3, 4]))
     with pytest.raises(BadInput):
         decoder.start([(inputs, 0)], 2)
-    with pytest.raises(BadInput, match="size 1"):
+    with pytest.raises(BadInput, match="size 2 in a group of 1"):
         GroupDecoder(bound.config, ActorLayout.build(bound.config, 2, "float64"), bound.rollout_views)

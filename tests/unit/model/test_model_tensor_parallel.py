@@ -42,6 +42,8 @@ def test_gradients_equal_one_ranks(bind, exact, checkpoints, tmp_path, size, tie
             assert found["loss"] == pytest.approx(alone["loss"], rel=1e-12)
             torch.testing.assert_close(found["logp"], alone["logp"], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found["entropy"], alone["entropy"], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found["decoded"], alone["decoded"], rtol=1e-11, atol=1e-11)
+            assert torch.equal(found["decoded"], by_rank[0][index]["decoded"])
         print(f"worst relative gradient error at TP {size}, tied {tied}: {worst:.1e}")
         assert worst < 1e-12
 

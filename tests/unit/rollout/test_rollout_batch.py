@@ -7,7 +7,6 @@ import torch
 from rollplex.core.work import PreparedGroup, Sampling
 from rollplex.model import PromptInputs
 from rollplex.rollout.batch import Batch
-from rollplex.rollout.compaction import keep_groups
 from rollplex.rollout.engine import SeededGroup
 from rollplex.rollout.sampling import TokenSampler
 
@@ -48,7 +47,7 @@ def test_kept_rows_go_on_as_if_nothing_had_left(decoder, kept, steps):
     for step in range(steps):
         for state in (whole, cut):
             decoder.step(state, feed[step] if step else None)
-    rows = keep_groups(cut, kept)
+    rows = cut.keep_groups(kept)
     counts = [n for _, n in groups]
     assert rows.tolist() == np.flatnonzero(np.repeat(kept, counts)).tolist()
     if not all(kept):

@@ -36,13 +36,13 @@ class Tokens:
     def __init__(self):
         self.log = []
 
-    def open(self, slab):
-        self.log.append(("open", slab))
+    def open(self, run):
+        self.log.append(("open", run))
 
     def bind(self, snapshot):
         if snapshot > 5:
             raise WrongState("no such snapshot")
-        return 12, 99
+        return 12, {"host:0": 99}
 
     def unbind(self):
         self.log.append("unbind")
@@ -66,8 +66,8 @@ def engine():
     return RolloutEngine(Tokens())
 
 
-def opened(engine, slab="actor"):
-    engine.open_run(Context(), "run", 0, RunConfig(), slab, False)
+def opened(engine, run="run"):
+    engine.open_run(Context(), run, 0, RunConfig(), False)
     return engine
 
 
@@ -77,7 +77,7 @@ def test_states(engine):
     opened(engine)
     with pytest.raises(WrongState):
         engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
-    assert engine.bind_snapshot(Context(), 3) == work.BindResult(3, 12, 99)
+    assert engine.bind_snapshot(Context(), 3) == work.BindResult(3, 12, {"host:0": 99})
     with pytest.raises(WrongState):
         engine.bind_snapshot(Context(), 6)
     assert engine.bound_snapshot == 3
@@ -88,11 +88,6 @@ def test_states(engine):
     engine.bind_snapshot(Context(), 3)
     opened(engine, "another")
     assert engine.bound_snapshot == -1
-
-
-def test_open_run_needs_a_slab(engine):
-    with pytest.raises(BadInput):
-        opened(engine, "")
 
 
 def test_seeds_and_result(engine):

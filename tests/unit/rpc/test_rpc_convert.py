@@ -32,7 +32,7 @@ PAIRS = [
     (work.LossScale(8, 100, 12), trainer_service_pb2.LossScale),
     (work.ResidencyEntry("media", "coordinator", "host", "pinned", 5, 6), types_pb2.ResidencyEntry),
     (work.OpenRunResult("slab", 10, 3, 99), phase_service_pb2.OpenRunResult),
-    (work.BindResult(3, 40, 7), phase_service_pb2.BindResult),
+    (work.BindResult(3, 40, {"host:0": 7}), phase_service_pb2.BindResult),
     (work.QuiesceResult(5), phase_service_pb2.QuiesceResult),
     (work.GenerateResult(1, 2, 0.5, 1.5, ("a", "b")), phase_service_pb2.GenerateResult),
     (work.PrefixResult(("a",), 5, 6), phase_service_pb2.PrefixResult),

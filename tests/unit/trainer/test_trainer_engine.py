@@ -15,7 +15,7 @@ from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import LossScale, PreparedGroup, ResponseGroup, UpdateOrder
 from rollplex.model import load_into
 
-ACTOR = actor_slab("run", "host")
+ACTOR = actor_slab("run", "host:0")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def opened(build_engine):
     """opened(dtype, **run_config) -> engine with a run open and snapshot 0 bound."""
     def build(dtype=torch.float64, broker=None, **fields):
         engine = build_engine(broker or DictBroker(), dtype)
-        engine.open_run(QUIET, "run", -1, run_config(**fields), "", False)
+        engine.open_run(QUIET, "run", -1, run_config(**fields), False)
         engine.bind_snapshot(QUIET, 0)
         return engine
 
@@ -40,7 +40,7 @@ def assert_gradients_close(found, expected, tolerance):
 def test_open_run_makes_slabs_and_loads_the_checkpoint(build_engine, checkpoint):
     broker = DictBroker()
     engine = build_engine(broker, torch.float32)
-    result = engine.open_run(QUIET, "run", -1, run_config(), "", False)
+    result = engine.open_run(QUIET, "run", -1, run_config(), False)
     assert (result.actor_slab, result.snapshot) == (ACTOR, 0)
     assert result.actor_bytes == broker.slabs[ACTOR][0].size_bytes
     hf = AutoModelForImageTextToText.from_pretrained(checkpoint)
@@ -58,8 +58,8 @@ def test_open_run_makes_slabs_and_loads_the_checkpoint(build_engine, checkpoint)
 def test_a_new_run_deletes_what_the_rank_left(build_engine):
     broker = DictBroker()
     engine = build_engine(broker)
-    engine.open_run(QUIET, "first", -1, run_config(), "", False)
-    engine.open_run(QUIET, "second", -1, run_config(), "", False)
+    engine.open_run(QUIET, "first", -1, run_config(), False)
+    engine.open_run(QUIET, "second", -1, run_config(), False)
     assert {name.split("/")[1] for name in broker.slabs} == {"second"}
 
 
@@ -67,12 +67,12 @@ def test_attach_needs_a_run_that_was_loaded(build_engine, monkeypatch):
     broker = DictBroker()
     engine = build_engine(broker)
     with pytest.raises(NotFound):
-        engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+        engine.open_run(QUIET, "run", 0, run_config(), True)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
-        patch.setattr("rollplex.trainer.custody.load_into", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-        engine.open_run(QUIET, "run", -1, run_config(), "", False)
+        patch.setattr("rollplex.trainer.actor_slabs.load_into", lambda *_, **__: (_ for _ in ()).throw(OSError("disk")))
+        engine.open_run(QUIET, "run", -1, run_config(), False)
     with pytest.raises(WrongState, match="never finished"):
-        engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+        engine.open_run(QUIET, "run", 0, run_config(), True)
     assert engine.open_run_name == ""
 
 
@@ -214,7 +214,7 @@ def test_a_restart_does_not_measure_half_a_gradient(opened, build_engine):
     engine.materialize_prefix(QUIET, prompts)
     engine.train_suffix(QUIET, responses[:1], scale_of(responses))
     engine = build_engine(broker, torch.float32)
-    engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+    engine.open_run(QUIET, "run", 0, run_config(), True)
     engine.bind_snapshot(QUIET, 0)
     with pytest.raises(WrongState, match="earlier process"):
         engine.measure_gradient(QUIET)

@@ -10,11 +10,10 @@ from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import UpdateOrder
 from rollplex.model import Shard, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
-from rollplex.trainer.gradients import _counts_here
 from rollplex.trainer.optimizer_state import OptimizerState
 from rollplex.trainer.update import StreamedUpdate, adamw_
 
-ACTOR = actor_slab("run", "host")
+ACTOR = actor_slab("run", "host:0")
 
 
 def order(step: int, **changes) -> UpdateOrder:
@@ -23,7 +22,7 @@ def order(step: int, **changes) -> UpdateOrder:
 
 
 def open_run(engine, config):
-    engine.open_run(QUIET, "run", -1, config, "", False)
+    engine.open_run(QUIET, "run", -1, config, False)
     engine.bind_snapshot(QUIET, 0)
     return engine
 
@@ -184,7 +183,7 @@ def test_crash_at_every_point_of_every_chunk(build_engine, restart):
                     engine.apply_update(QUIET, order(2))
                 if restart:
                     engine = build_engine(broker, torch.float32)
-                    engine.open_run(QUIET, "run", 1, config, ACTOR, True)
+                    engine.open_run(QUIET, "run", 1, config, True)
                 return engine
 
             _, *found = second_update(crash)
@@ -218,8 +217,8 @@ def test_attach_refuses_another_layout(build_engine):
     open_run(build_engine(broker), run_config())
     engine = build_engine(broker)
     with pytest.raises(WrongState, match="laid out"):
-        engine.open_run(QUIET, "run", 0, run_config(optimizer={"vision_learning_rate": 0}), ACTOR, True)
-    engine.open_run(QUIET, "run", 0, run_config(), ACTOR, True)
+        engine.open_run(QUIET, "run", 0, run_config(optimizer={"vision_learning_rate": 0}), True)
+    engine.open_run(QUIET, "run", 0, run_config(), True)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -229,7 +228,7 @@ def test_every_piece_counts_once_in_the_norm(tp, shard):
     axis, pieces = shard
     pieces = min(pieces, tp)
     cut = Shard((8, 4), axis, pieces, tp)
-    counted = [rank for rank in range(tp) if _counts_here(cut, rank)]
+    counted = [rank for rank in range(tp) if cut.first_holder(rank)]
     assert [cut.piece_of(rank) for rank in counted] == list(range(pieces))
 
 

@@ -115,7 +115,7 @@ def our_gradients(build_engine, completions, advantages, *, old=None, temperatur
     config = run_config(loss=loss, sampling=SamplingConfig(samples_per_group=4, max_response_tokens=MAX_TOKENS,
                                                            temperature=temperature))
     engine = build_engine(DictBroker(), torch.float32)
-    engine.open_run(QUIET, "run", -1, config, "", False)
+    engine.open_run(QUIET, "run", -1, config, False)
     engine.bind_snapshot(QUIET, 0)
     prompts, groups = [], []
     for index, prompt in enumerate(PROMPTS):

@@ -43,7 +43,7 @@ ITERATION_STATE_FAILED: IterationState
 ITERATION_STATE_CANCELLED: IterationState
 
 class Run(_message.Message):
-    __slots__ = ("name", "state", "config_json", "snapshot", "next_iteration", "create_time", "last_sequence")
+    __slots__ = ("name", "state", "config_json", "snapshot", "next_iteration", "create_time", "last_sequence", "replay_iterations")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Run(_message.Message):
     NEXT_ITERATION_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: RunState
     config_json: str
@@ -58,7 +59,8 @@ class Run(_message.Message):
     next_iteration: int
     create_time: _timestamp_pb2.Timestamp
     last_sequence: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., snapshot: _Optional[int] = ..., next_iteration: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+    replay_iterations: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., config_json: _Optional[str] = ..., snapshot: _Optional[int] = ..., next_iteration: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., last_sequence: _Optional[int] = ..., replay_iterations: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
     __slots__ = ("run", "iteration", "validation", "state", "snapshot", "metrics", "error", "create_time", "end_time")

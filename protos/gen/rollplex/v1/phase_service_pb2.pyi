@@ -36,16 +36,14 @@ class JoinResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., open_run: _Optional[str] = ..., bound_snapshot: _Optional[int] = ..., pid: _Optional[int] = ..., layout_hash: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
 
 class StartOpenRunRequest(_message.Message):
-    __slots__ = ("header", "run_config_json", "actor_slab", "attach")
+    __slots__ = ("header", "run_config_json", "attach")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     RUN_CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
-    ACTOR_SLAB_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     header: _types_pb2.CommandHeader
     run_config_json: str
-    actor_slab: str
     attach: bool
-    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., run_config_json: _Optional[str] = ..., actor_slab: _Optional[str] = ..., attach: bool = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., run_config_json: _Optional[str] = ..., attach: bool = ...) -> None: ...
 
 class StartBindSnapshotRequest(_message.Message):
     __slots__ = ("header",)
@@ -152,14 +150,21 @@ class OpenRunResult(_message.Message):
     def __init__(self, actor_slab: _Optional[str] = ..., actor_bytes: _Optional[int] = ..., snapshot: _Optional[int] = ..., parameter_count: _Optional[int] = ...) -> None: ...
 
 class BindResult(_message.Message):
-    __slots__ = ("snapshot", "bound_parameters", "slab_inode")
+    __slots__ = ("snapshot", "bound_parameters", "inodes")
+    class InodesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     BOUND_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    SLAB_INODE_FIELD_NUMBER: _ClassVar[int]
+    INODES_FIELD_NUMBER: _ClassVar[int]
     snapshot: int
     bound_parameters: int
-    slab_inode: int
-    def __init__(self, snapshot: _Optional[int] = ..., bound_parameters: _Optional[int] = ..., slab_inode: _Optional[int] = ...) -> None: ...
+    inodes: _containers.ScalarMap[str, int]
+    def __init__(self, snapshot: _Optional[int] = ..., bound_parameters: _Optional[int] = ..., inodes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class QuiesceResult(_message.Message):
     __slots__ = ("released_bytes",)

@@ -1,0 +1,88 @@
+"""Trainer ranks as processes over one broker: the same updates as one rank's, and what a dead or late rank does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from trainer_ranks import TrainerRanks, distance, trainer_ranks
+from trainer_rig import config, respond
+
+from rollplex.core.errors import Aborted, DeadlineExceeded
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def ranks(mesh, run, tmp_path):
+    """ranks(train_tp, rollout_tp, dtype): a group of trainer processes until the end of the context."""
+    def start(train_tp: int, rollout_tp: int, dtype: str = "float32", **fields):
+        section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp, **fields)
+        whole = replace(mesh.config, mesh=section, model=replace(mesh.config.model, dtype=dtype),
+                        trainer=replace(mesh.config.trainer, check_hashes=True))
+        return trainer_ranks(whole, mesh.session, f"{run}-{train_tp}", tmp_path)
+
+    return start
+
+
+def three_updates(group: TrainerRanks, prompts) -> tuple[dict, dict, list[float]]:
+    """The actor before and after, and the gradient norms."""
+    group.open(config())
+    before, norms = group.actor(0), []
+    for snapshot in range(3):
+        measured = group.iterate(prompts, snapshot)
+        assert len({result.grad_norm for result in measured}) == 1
+        norms.append(measured[0].grad_norm)
+    return before, group.actor(3), norms
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float64", 1e-10)])
+@pytest.mark.parametrize("pairs", [[(2, 1), (2, 2)], [(4, 2)]], ids=str)
+def test_updates_equal_one_ranks(ranks, groups, dtype, tolerance, pairs):
+    with ranks(1, 1, dtype) as alone:
+        start, expected, expected_norms = three_updates(alone, groups)
+    for train_tp, rollout_tp in pairs:
+        with ranks(train_tp, rollout_tp, dtype) as group:
+            before, found, norms = three_updates(group, groups)
+        assert all((before[name] == start[name]).all() for name in start)
+        error = distance(found, expected, start)
+        print(f"TP {train_tp} over rollout TP {rollout_tp}, {dtype}: ||dA - dB|| / ||dA|| = {error:.1e}")
+        assert error <= tolerance
+        assert norms == pytest.approx(expected_norms, rel=tolerance)
+
+
+def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
+    with ranks(2, 1) as group:
+        group.open(config())
+        group.iterate(groups, 0)
+        group.each(lambda client: client.materialize(groups, 1))
+        command = group.clients[0].start_train(respond(groups, seed=1), 1)
+        group.kill(1)
+        with pytest.raises(Aborted, match=r"trainer rank 1 died in SUFFIX \(train_suffix\)") as caught:
+            raise group.clients[0].watch(command).error
+        assert caught.value.reason == "PEER_LOST"
+        assert (caught.value.metadata["rank"], caught.value.metadata["phase"]) == ("1", "suffix")
+        group.spawn(1)
+        group.connect()
+        group.join()
+        group.open(config(), attach=True, snapshot=1)
+        group.iterate(groups, 1)
+        found = group.actor(2)
+    with ranks(2, 1) as unbroken:
+        unbroken.open(config())
+        unbroken.iterate(groups, 0)
+        unbroken.iterate(groups, 1)
+        expected = unbroken.actor(2)
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_a_rank_that_falls_behind_is_named(ranks, groups):
+    with ranks(2, 2, collective_timeout_s=20.0) as group:
+        group.open(config())
+        group.each(lambda client: client.materialize(groups, 0))
+        command = group.clients[0].start_train(respond(groups), 0)
+        with pytest.raises(DeadlineExceeded, match=r"SUFFIX \(train_suffix\).* rank 1 is at OVERLAP") as caught:
+            raise group.clients[0].watch(command).error
+        assert (caught.value.reason, caught.value.metadata["rank"]) == ("COLLECTIVE_TIMEOUT", "1")
+        group.join()
+        group.iterate(groups, 0)
