@@ -52,7 +52,7 @@ def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, process
         raise BadInput("rollout.engine is vllm, which is not installed here; docs/vllm.md says how", reason="NO_VLLM")
     from rollplex.rollout.vllm_internals import set_environment
 
-    set_environment()
+    set_environment(config.mesh.collective_timeout_s)
     from rollplex.rollout.vllm_engine import VllmEngine
 
     torch.set_num_threads(config.rollout.threads)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from vllm import EngineArgs
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from rollplex.core import work
-from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError, RollplexError
+from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
 from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.layout_hash import layout_hash
@@ -18,11 +17,14 @@ from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.model import ActorLayout, ModelConfig
 from rollplex.rollout import vllm_internals, vllm_loader
-from rollplex.rollout.config import RolloutConfig, VllmSection
-from rollplex.rollout.engine import SeededGroup, Tally
+from rollplex.rollout.config import RolloutConfig
+from rollplex.rollout.engine import ReplicaBroken, SeededGroup, Tally
 from rollplex.rollout.vllm_flight import Flight
+from rollplex.rollout.vllm_group import VllmGroup
 from rollplex.rollout.vllm_prompts import VllmPrompts
 from rollplex.rollout.workers import process_name
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CPU_BLOCK_TOKENS = 32
@@ -41,26 +43,34 @@ class VllmEngine:
         self.layout_hash = layout_hash(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
-        self._engine = start_engine(config, replica, self._max_tokens)
-        self._prompts = VllmPrompts(self._engine, reader, processor, model)
-        # The warm-up has read zeros; nothing is mapped before the first bind.
-        self.unbind()
-        self._kv_backed = True
-        self.release_kv()
+        self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
+                                config.mesh.collective_timeout_s)
+        self._prompts = VllmPrompts(reader, processor, model)
+        self._run = ""
+        self._start()
 
     def open(self, run: str) -> None:
-        self._workers("rollplex_open", run)
+        """A group that is started again hears of it then."""
+        self._run = run
+        if self._group.running:
+            self._group.ask("rollplex_open", run)
 
     def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
-        bound = self._workers("rollplex_bind", snapshot)
-        self._drop_caches()
-        return bound[0][0], {device: inode for _, device, inode in bound}
+        """On every rank, or on none. Starts vLLM anew when a worker is lost."""
+        if self._group.running:
+            try:
+                return self._bind(snapshot)
+            except ReplicaBroken as error:
+                log.warning("%s; vLLM starts again", error)
+        self._start()
+        return self._bind(snapshot)
 
     def unbind(self) -> None:
-        self._workers("rollplex_unbind")
+        if self._group.running:
+            self._group.ask("rollplex_unbind")
 
     def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        flight = Flight(self._engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
+        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
         self._check_lengths(groups, sampling)
         waiting = deque(groups)
         self._back_kv()
@@ -69,34 +79,50 @@ class VllmEngine:
                 tally.check()
                 with tally.timed("prefill"):
                     started = self._admit(waiting, flight, tally, sampling.deterministic)
-                with tally.timed("prefill" if started else "decode"):
+                with tally.timed("prefill" if started else "decode"), self._group.together("decode"):
                     finished = flight.step()
                 tally.finish(finished)
         except (Aborted, DeadlineExceeded):
             tally.finish(flight.unfinished())
             raise
         finally:
-            flight.abort()
-            self.release_kv()
+            if self._group.running:
+                flight.abort()
+                self.release_kv()
 
     def release_kv(self) -> int:
-        if not self._kv_backed:
+        if not self._group.running or not self._kv_backed:
             return 0
         self._kv_backed = False
         self._drop_caches()
         if vllm_internals.has_sleep_mode():
-            self._engine.sleep(1)
-        return sum(self._workers("rollplex_release_kv"))
+            self._group.engine.sleep(1)
+        return sum(self._group.ask("rollplex_release_kv"))
 
     def close(self) -> None:
-        self._workers("rollplex_close")
-        vllm_internals.shut_down(self._engine)
+        if self._group.running:
+            self._group.ask("rollplex_close")
+        self._group.stop()
         self._session.close()
+
+    def _start(self) -> None:
+        self._group.start()
+        # vLLM may have computed with zeros while it started; nothing is mapped before a bind.
+        self.unbind()
+        self._kv_backed = True
+        self.release_kv()
+        if self._run:
+            self.open(self._run)
+
+    def _bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        bound = self._group.ask("rollplex_bind", snapshot)
+        self._drop_caches()
+        return bound[0][0], {device: inode for _, device, inode in bound}
 
     def _back_kv(self) -> None:
         if vllm_internals.has_sleep_mode():
-            self._engine.wake_up()
-        self._workers("rollplex_back_kv")
+            self._group.engine.wake_up()
+        self._group.ask("rollplex_back_kv")
         self._kv_backed = True
 
     def _admit(self, waiting: deque[SeededGroup], flight: Flight, tally: Tally, deterministic: bool) -> int:
@@ -110,7 +136,7 @@ class VllmEngine:
             if deterministic:
                 self._drop_caches()
             seeded = waiting.popleft()
-            rendered, prompt_hash = self._prompts.read(seeded.group)
+            rendered, prompt_hash = self._prompts.read(self._group.engine, seeded.group)
             tally.prompt(seeded.group, prompt_hash)
             flight.add(seeded, rendered)
             started += 1
@@ -127,19 +153,13 @@ class VllmEngine:
                                group_index=group.group_index, tokens=wanted, limit=self._max_tokens)
 
     def _drop_caches(self) -> None:
-        if not vllm_internals.drop_caches(self._engine):
+        with self._group.together("drop_caches"):
+            dropped = vllm_internals.drop_caches(self._group.engine)
+        if not dropped:
             raise InternalError("vLLM's prefix cache is in use, yet no request is in flight")
 
-    def _workers(self, method: str, *args: Any) -> list[Any]:
-        """One answer a worker; raises the first refusal."""
-        answers = self._engine.collective_rpc(method, args=args)
-        for answer in answers:
-            if isinstance(answer, RollplexError):
-                raise answer
-        return answers
 
-
-def start_engine(config: RolloutConfig, replica: int, max_tokens: int) -> LLMEngine:
+def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineArgs:
     """Raises BadInput for a type that vLLM does not compute in."""
     if config.model.dtype == "float64":
         raise BadInput("vLLM does not compute in float64; use model.dtype bfloat16 or float32, or rollout.engine torch",
@@ -147,10 +167,7 @@ def start_engine(config: RolloutConfig, replica: int, max_tokens: int) -> LLMEng
     # Of a plugin that is not installed (a source tree on PYTHONPATH), too.
     vllm_loader.register()
     vllm_internals.keep_embeddings_tied()
-    return LLMEngine.from_engine_args(_engine_args(config, config.rollout.vllm, replica, max_tokens))
-
-
-def _engine_args(config: RolloutConfig, options: VllmSection, replica: int, max_tokens: int) -> EngineArgs:
+    options = config.rollout.vllm
     topology = config.mesh.topology
     source = vllm_loader.SlabSource(
         config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),

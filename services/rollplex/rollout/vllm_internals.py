@@ -20,8 +20,8 @@ from torch import nn
 _MADV_DONTNEED = 4
 
 
-def set_environment() -> None:
-    """Before vLLM is first imported, which reads most of this then. A value that the user has set stays, but for two.
+def set_environment(collective_timeout_s: float) -> None:
+    """Before vLLM is first imported, which reads most of this then. A value that the user has set stays, but for the first three.
 
     TORCH_COMPILE_DISABLE: on a CPU vLLM's small `@torch.compile` helpers want a C++ compiler, eager mode or not.
     VLLM_CPU_OMP_THREADS_BIND: vLLM would pin threads of a process that is ours; `rollout.threads` counts them.
@@ -30,6 +30,7 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # A forked worker would inherit the broker's connection, gRPC threads and mappings.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(max(1, round(collective_timeout_s)))
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if not torch.cuda.is_available():
@@ -121,6 +122,11 @@ def drop_caches(engine: Any) -> bool:
     engine.reset_encoder_cache()
     engine.reset_mm_cache()
     return engine.reset_prefix_cache()
+
+
+def worker_processes(engine: Any) -> list[Any]:
+    """multiprocessing's, by rank; none where the only worker is this process. Only these tell which one died."""
+    return [handle.proc for handle in getattr(engine.model_executor, "workers", None) or ()]
 
 
 def shut_down(engine: Any) -> None:

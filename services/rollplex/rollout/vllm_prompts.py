@@ -25,19 +25,19 @@ from rollplex.rollout.vllm_internals import render
 class VllmPrompts:
     """Reads a prompt once for all of its samples. Owner thread only."""
 
-    def __init__(self, engine: LLMEngine, reader: PromptReader, processor: PromptProcessor, config: ModelConfig) -> None:
-        self._engine, self._reader, self._processor = engine, reader, processor
+    def __init__(self, reader: PromptReader, processor: PromptProcessor, config: ModelConfig) -> None:
+        self._reader, self._processor = reader, processor
         self._placeholders = (config.image_token_id, config.video_token_id)
         self._vocab_size = config.vocab_size
 
-    def read(self, group: work.PreparedGroup) -> tuple[dict[str, Any], str]:
+    def read(self, engine: LLMEngine, group: work.PreparedGroup) -> tuple[dict[str, Any], str]:
         """(vLLM's input, its hash). Raises as PromptReader.read does."""
         with naming_group(group):
             tokens_P = np.frombuffer(group.token_ids, dtype=np.int64)
             if not len(tokens_P) or tokens_P.min() < 0 or tokens_P.max() >= self._vocab_size:
                 raise BadInput(f"{len(tokens_P)} prompt tokens; at least one is needed, all within the vocabulary of "
                                f"{self._vocab_size}", reason="BAD_TOKEN_ID" if len(tokens_P) else "EMPTY_PROMPT")
-            rendered = render(self._engine, self._prompt(tokens_P, group.media))
+            rendered = render(engine, self._prompt(tokens_P, group.media))
         found = _hash(rendered)
         check_prompt_hash(group, found)
         return rendered, found

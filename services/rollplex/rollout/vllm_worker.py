@@ -1,12 +1,13 @@
 """What a vLLM worker does for us, in its own process: it leases, maps and leaves snapshots, and gives KV memory back.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); `LLMEngine.collective_rpc` calls by name. A refusal is
-returned, because vLLM makes a RuntimeError of whatever a worker in another process raises.
+returned, because vLLM gives its workers up when one of another process raises, or answers with an exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -17,13 +18,20 @@ from rollplex.rollout.vllm_internals import give_pages_back, has_sleep_mode, kv_
 from rollplex.rollout.vllm_loader import check_placed
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """An answer."""
+
+    error: RollplexError
+
+
 def _returning_refusals(method: Callable) -> Callable:
     @wraps(method)
     def call(*args: Any) -> Any:
         try:
             return method(*args)
         except RollplexError as error:
-            return error
+            return Refusal(error)
 
     return call
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("engine_name", ["vllm"], indirect=True, sco
 
 @pytest.fixture
 def parameters(bound):
-    (found,) = bound.engine._tokens._engine.apply_model(lambda model: dict(model.named_parameters()))
+    (found,) = bound.engine._tokens._group.engine.apply_model(lambda model: dict(model.named_parameters()))
     return found
 
 
@@ -55,7 +55,7 @@ def test_addresses_survive_and_nothing_is_mapped_after_quiesce(mesh, bound, para
 def test_keys_and_values_leave_memory(mesh, bound):
     from rollplex.rollout.vllm_internals import kv_storages
 
-    (storages,) = bound.engine._tokens._engine.collective_rpc(kv_storages)
+    (storages,) = bound.engine._tokens._group.engine.collective_rpc(kv_storages)
     groups = [mesh.prompts.group("text", index, samples=8) for index in range(2)]
     seen = []
     for sample_batch in generate(mesh, bound, groups).batches:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 
 import pytest
 from replica_rig import children, mapped_ranges, replica_process, wait_ended
-from rollout_rig import generate
+from rollout_rig import SAMPLING, generate, start
+
+from rollplex.core.errors import Aborted
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("engine_name", ["vllm-tp2-q2"], indirect=True, scope="module")]
@@ -49,6 +52,28 @@ def test_each_worker_maps_its_own_device_for_reading(mesh, leader):
     assert len(generate(mesh, client, [mesh.prompts.group("video", samples=2)]).samples) == 2
     client.quiesce()
     assert not any(holders(mesh, [process.pid, *descendants(process.pid)]).values())
+
+
+def test_a_lost_rank_is_named_and_made_anew_by_bind(mesh, leader):
+    client, process = leader
+    client.bind(mesh.actor.snapshot)
+    (victim,) = holders(mesh, descendants(process.pid))[3]
+    groups = [mesh.prompts.group("text", index, samples=4) for index in range(3)]
+    long = dataclasses.replace(SAMPLING, max_response_tokens=1500)
+    command, lost = start(client, groups, long, snapshot=mesh.actor.snapshot), []
+
+    def lose() -> None:
+        if not lost:
+            lost.append(os.kill(victim, signal.SIGKILL))
+
+    error = client.watch(command, on_samples=lose).error
+    assert isinstance(error, Aborted)
+    assert (error.reason, error.metadata["rank"]) == ("RANK_LOST", "1")
+    assert "was killed by SIGKILL during decode" in str(error)
+    mesh.actor.publish(lambda views: None)  # refused while anybody leases a slab
+    client.bind(mesh.actor.snapshot)
+    assert len(generate(mesh, client, groups).samples) == 12
+    client.quiesce()
 
 
 def test_no_worker_outlives_its_leader(mesh, leader):
