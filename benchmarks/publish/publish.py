@@ -5,8 +5,9 @@
 Both start from the same FP32 master weights, cut into the training ranks' shards and chunks, and end with bfloat16 weights
 in every rollout replica. `shared` is the trainer's own path: each chunk is cast into its rank's slab and into those of the
 q - 1 peers. `copy` is what engines with separate weights do: cast into the rank's own training shard, gather every
-parameter whole, reshard it to rollout's layout, load it into each replica. Ranks run one after the other, so seconds are of
-one core; bytes are those written, reads left out. `extra` is what remains when the cast of the update itself is left out.
+parameter whole (above one rank), fuse and cut it to rollout's layout, load it into each replica. Ranks run one after the
+other, so seconds are of one core; bytes are those written, reads left out. `extra` is what remains when the cast of the
+update itself is left out; `second_weights_bytes` what the copy keeps beside rollout's weights.
 """
 
 from __future__ import annotations
@@ -107,13 +108,14 @@ class FullCopy:
         for name, tensor in layout.tensors.items():
             wholes = {}
             for part in tensor.parts:
-                whole = layout.shards[part.name].merge([shard[part.name] for shard in self.train])
-                if layout.shards[part.name].axis is not None:
-                    written += whole.nbytes
-                wholes[part.name] = whole
+                locals_ = [shard[part.name] for shard in self.train]
+                gathered = layout.shards[part.name].axis is not None and len(locals_) > 1
+                wholes[part.name] = layout.shards[part.name].merge(locals_) if gathered else locals_[0]
+                written += gathered * wholes[part.name].nbytes
             for rank in range(topology.rollout_tp):
-                fused = torch.cat([layout.rollout_shards[part].take(whole, rank) for part, whole in wholes.items()])
-                written += fused.nbytes
+                cuts = [layout.rollout_shards[part].take(whole, rank) for part, whole in wholes.items()]
+                fused = torch.cat(cuts) if len(cuts) > 1 else cuts[0]
+                written += (len(cuts) > 1) * fused.nbytes
                 for device in range(rank * topology.q, (rank + 1) * topology.q):
                     self.rollout[device][name].copy_(fused)
                     written += fused.nbytes
@@ -165,6 +167,7 @@ def main() -> None:
                   flush=True)
     figures = {"rows": rows, "dtype": DTYPE, "repeats": options.repeats, "date": time.strftime("%Y-%m-%d"),
                "python": platform.python_version(), "torch": torch.__version__, "cores": len(os.sched_getaffinity(0)),
+               "load_average": os.getloadavg()[0],
                "command": "python benchmarks/publish/publish.py " + " ".join(sys.argv[1:])}
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")

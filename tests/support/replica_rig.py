@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,3 +33,11 @@ def mapped_ranges(inode: int, pid: int | str = "self") -> list[tuple[int, int, s
     lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     found = [(fields[0].split("-"), fields[1]) for fields in lines if int(fields[4]) == inode]
     return [(int(start, 16), int(end, 16), permissions) for (start, end), permissions in found]
+
+
+def wait_ended(pidfd: int, timeout_s: float) -> None:
+    """Closes the pidfd of a process that ends in time."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    assert poller.poll(timeout_s * 1000), "the process still runs"
+    os.close(pidfd)

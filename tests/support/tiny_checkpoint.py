@@ -55,10 +55,12 @@ def tensor_parallel() -> Iterator[None]:
         destroy_tensor_parallel()
 
 
-def save_tiny(directory: Path, seed: int = 0) -> Path:
+def save_tiny(directory: Path, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, tied: bool = False) -> Path:
     """Biases and norms are random too, so that nothing is hidden by a zero; one token in forty ends a response."""
-    tokenizer = build_tokenizer(corpus(), VOCAB_SIZE)
-    model = build_model(build_config(tokenizer), seed)
+    tokenizer = build_tokenizer(corpus(), vocab_size)
+    config = build_config(tokenizer)
+    config.tie_word_embeddings = tied
+    model = build_model(config, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

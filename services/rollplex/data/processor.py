@@ -154,11 +154,10 @@ class PromptProcessor:
         if videos:
             video = self._videos(
                 videos,
-                video_metadata=[self._metadata(item) for item in items if item.kind == "video"],
-                do_sample_frames=False,
+                video_metadata=[self.video_metadata(item) for item in items if item.kind == "video"],
                 input_data_format="channels_last",
                 return_tensors="pt",
-                **self._cap_choice(),
+                **self.video_options(),
             )
         return PixelArrays(
             _array(image.get("pixel_values"), np.float32),
@@ -167,13 +166,18 @@ class PromptProcessor:
             _array(video.get("video_grid_thw"), np.int64),
         )
 
+    def video_options(self) -> dict[str, bool]:
+        """What every caller of the video processor must spell out: frames come sampled, and no bound depends on a version."""
+        return {"do_sample_frames": False, **self._cap_choice()}
+
+    def video_metadata(self, item: MediaItem) -> dict[str, Any]:
+        """Of a video whose frames are those that the decoder chose."""
+        frames = item.shape[0]
+        return {"total_num_frames": frames, "fps": item.fps, "frames_indices": list(range(frames))}
+
     def decode_text(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response, special tokens left out."""
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True)
-
-    def _metadata(self, item: MediaItem) -> dict[str, Any]:
-        frames = item.shape[0]
-        return {"total_num_frames": frames, "fps": item.fps, "frames_indices": list(range(frames))}
 
     def _cap_choice(self) -> dict[str, bool]:
         """The checkpoint's cap_pixels_per_frame, spelled out: what unset means depends on transformers' version."""

@@ -65,10 +65,13 @@ class ActorMapping:
         self._exchange(self._acquire(LeaseMode.WRITE, update_epoch=update_epoch), writable=True)
         return self.inode
 
+    def map_zeros(self) -> None:
+        """Every view reads as zeros, with nothing leased, until the next bind or unbind: for an engine's warm-up."""
+        self._mapped.map_zeros()
+
     def unbind(self) -> None:
         """Unmaps, then drops the lease. Idempotent. Touching a view afterwards is a fault."""
-        if self._mapped.bound:
-            self._mapped.unbind()
+        self._mapped.unbind()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

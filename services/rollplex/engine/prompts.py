@@ -34,22 +34,9 @@ class PromptReader:
         Raises DataLoss (PROMPT_MISMATCH, both hashes) when this engine understands another prompt than the coordinator,
         BadInput for media or tokens that do not fit together; both name the group.
         """
-        try:
+        with naming_group(group):
             inputs = self._inputs(group)
-        except ValueError as error:
-            domain = error if isinstance(error, BadInput) else BadInput(str(error), reason="BAD_MEDIA")
-            metadata = {**domain.metadata, "group_index": group.group_index}
-            raise BadInput(f"group {group.group_index}: {error}", reason=domain.reason, **metadata) from error
-        found = inputs.hash()
-        if found != group.prompt_hash:
-            raise DataLoss(
-                f"group {group.group_index}: token ids, grids and timing hash to {found} here and to "
-                f"{group.prompt_hash} at the coordinator; both must use the same checkpoint and processor",
-                reason="PROMPT_MISMATCH",
-                group_index=group.group_index,
-                found=found,
-                expected=group.prompt_hash,
-            )
+        check_prompt_hash(group, inputs.hash())
         return inputs
 
     def _inputs(self, group: work.PreparedGroup) -> PromptInputs:
@@ -57,7 +44,7 @@ class PromptReader:
         if not group.media:
             return PromptInputs.from_arrays(self._config, token_ids=tokens)
         items = [data_media_item(item) for item in group.media]
-        with self._frames(group.media) as frames:
+        with self.frames(group.media) as frames:
             pixels = self._processor.pixels(items, frames)
             frames.clear()
         return PromptInputs.from_arrays(
@@ -71,8 +58,11 @@ class PromptReader:
         )
 
     @contextmanager
-    def _frames(self, media: Sequence[work.MediaItem]) -> Iterator[list[np.ndarray]]:
-        """uint8 [T, H, W, 3] views of the prompt's slab, one an item; the caller drops them before the context ends."""
+    def frames(self, media: Sequence[work.MediaItem]) -> Iterator[list[np.ndarray]]:
+        """uint8 [T, H, W, 3] views of the prompt's slab, one an item; the caller drops them before the context ends.
+
+        Raises BadInput unless the media lie in one slab.
+        """
         slabs = {item.frames.slab for item in media}
         if len(slabs) != 1:
             raise BadInput(f"the prompt's media lie in {len(slabs)} slabs: {sorted(slabs)}", reason="BAD_MEDIA")
@@ -83,6 +73,30 @@ class PromptReader:
                 yield [mapped.tensor(item.frames).numpy() for item in media]
             finally:
                 mapped.close()
+
+
+@contextmanager
+def naming_group(group: work.PreparedGroup) -> Iterator[None]:
+    """A ValueError inside becomes a BadInput that names the group."""
+    try:
+        yield
+    except ValueError as error:
+        domain = error if isinstance(error, BadInput) else BadInput(str(error), reason="BAD_MEDIA")
+        metadata = {**domain.metadata, "group_index": group.group_index}
+        raise BadInput(f"group {group.group_index}: {error}", reason=domain.reason, **metadata) from error
+
+
+def check_prompt_hash(group: work.PreparedGroup, found: str) -> None:
+    """Raises DataLoss (PROMPT_MISMATCH) when this engine understands another prompt than the coordinator."""
+    if found != group.prompt_hash:
+        raise DataLoss(
+            f"group {group.group_index}: token ids, grids and timing hash to {found} here and to "
+            f"{group.prompt_hash} at the coordinator; both must use the same checkpoint and processor",
+            reason="PROMPT_MISMATCH",
+            group_index=group.group_index,
+            found=found,
+            expected=group.prompt_hash,
+        )
 
 
 def data_media_item(item: work.MediaItem) -> MediaItem:

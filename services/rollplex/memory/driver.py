@@ -66,6 +66,10 @@ class Driver(Protocol):
         """Puts the memory at `offset_bytes` of the range, in place of what is there."""
         ...
 
+    def map_zeros(self, reservation: Reservation) -> None:
+        """The whole range reads as zeros and holds (next to) no memory; nobody may write. In place of what is there."""
+        ...
+
     def unmap(self, reservation: Reservation, *, offset_bytes: int = 0, size_bytes: int | None = None) -> None:
         """Takes memory from the range (the whole by default); the addresses stay reserved."""
         ...

@@ -79,6 +79,11 @@ class HostDriver:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         _mmap(reservation.address + offset_bytes, size, protection, mmap.MAP_SHARED | MAP_FIXED, handle.fd)
 
+    def map_zeros(self, reservation: Reservation) -> None:
+        # Reading anonymous memory that nobody has written maps the kernel's one zero page, again and again.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+        _mmap(reservation.address, reservation.size_bytes, mmap.PROT_READ, flags)
+
     def unmap(self, reservation: Reservation, *, offset_bytes: int = 0, size_bytes: int | None = None) -> None:
         wanted = reservation.size_bytes - offset_bytes if size_bytes is None else size_bytes
         size = self._window(reservation, offset_bytes, wanted)

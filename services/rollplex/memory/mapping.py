@@ -20,6 +20,7 @@ class MappedSlab:
         self.inode = 0
         """Of the bound slab; 0 while unbound."""
         self.writable = False
+        self._zeros = False
         self._driver = driver
         self._reservation = driver.reserve(size_bytes)
         self._base = views.base_tensor(self._reservation.address, size_bytes)
@@ -39,7 +40,7 @@ class MappedSlab:
             raise WrongState(f"the lease on {lease.slab.name} was lost; lease it again", reason="LEASE_LOST")
         if writable and lease.mode is not LeaseMode.WRITE:
             raise WrongState(f"{lease.slab.name} is leased for reading only", reason="READ_ONLY_LEASE")
-        if self.bound:
+        if self.bound or self._zeros:
             self.unbind()
         handle = self._driver.import_fd(lease.fd, lease.slab.size_bytes)
         try:
@@ -48,9 +49,20 @@ class MappedSlab:
             self._driver.release(handle)
         self.inode, self.writable = lease.slab.inode, writable
 
+    def map_zeros(self) -> None:
+        """Readable zeros in place of a slab, until the next bind or unbind: for code that reads tensors before their slab
+        exists. Not bound. Raises WrongState while a slab is bound."""
+        if self.bound:
+            raise WrongState("a slab is bound; unbind it first", reason="SLAB_BOUND")
+        self._driver.map_zeros(self._reservation)
+        self._zeros = True
+
     def unbind(self) -> None:
         """Takes the slab away; touching the tensors is a fault until the next bind. Idempotent."""
+        if not self.bound and not self._zeros:
+            return
         self._driver.unmap(self._reservation)
+        self._zeros = False
         self.inode, self.writable = 0, False
 
     def tensor(self, placement: Placement) -> torch.Tensor:

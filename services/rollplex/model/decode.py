@@ -156,10 +156,9 @@ class GroupDecoder:
         """[B, V] from every rank's rows of the vocabulary."""
         if self._ranks is None:
             return logits_Bv
-        rows, size = len(logits_Bv), self._ranks.size()
-        parts = logits_Bv.new_empty(size * rows, logits_Bv.shape[1])
-        dist.all_gather_into_tensor(parts, logits_Bv, group=self._ranks)
-        return parts.view(size, rows, -1).transpose(0, 1).reshape(rows, -1)
+        parts = [torch.empty_like(logits_Bv) for _ in range(self._ranks.size())]
+        dist.all_gather(parts, logits_Bv, group=self._ranks)
+        return torch.cat(parts, dim=1)
 
 
 def _attend_lot(

@@ -9,7 +9,29 @@ from pathlib import Path
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.entry import load_sections
 
-ENGINES = ("torch",)
+ENGINES = ("torch", "vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSection:
+    """[rollout.vllm]."""
+
+    kv_cache_gib: float = 1.0
+    """Keys and values a device, held while samples decode."""
+    max_model_len: int = 0
+    """Prompt and response together, at most; 0: what the checkpoint allows. One such sequence must fit kv_cache_gib."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that must be free when vLLM starts; kv_cache_gib, not this, sizes what it takes."""
+    enforce_eager: bool = False
+    """No CUDA graphs. On a CPU there are none."""
+
+    def __post_init__(self) -> None:
+        if not self.kv_cache_gib > 0:
+            raise ValueError(f"kv_cache_gib is {self.kv_cache_gib}; it must be above 0")
+        if self.max_model_len < 0:
+            raise ValueError(f"max_model_len is {self.max_model_len}; it must be 0 (the checkpoint's) or above")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +39,13 @@ class RolloutSection:
     """[rollout]."""
 
     engine: str = "torch"
-    """What decodes: `torch`, on the CPU."""
+    """What decodes: `torch`, on the CPU, or `vllm` (docs/vllm.md)."""
     threads: int = 1
     """CPU threads of a forward pass. Another number may change a sample in its last bits."""
     max_rows: int = 256
     """Samples decoded at once; a group is never split, so a single larger group still runs. Ignored in deterministic
     mode, which decodes one group at a time."""
+    vllm: VllmSection = field(default_factory=VllmSection)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

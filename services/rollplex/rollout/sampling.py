@@ -29,15 +29,20 @@ def uniforms(seeds_B: np.ndarray, token_index: int) -> np.ndarray:
     return (z >> np.uint64(11)) * 2.0**-53
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Raises BadInput for a temperature or a limit that no engine samples with."""
+    if not sampling.greedy and not sampling.temperature > 0:
+        raise BadInput(f"temperature is {sampling.temperature}; it must be above 0", reason="BAD_SAMPLING")
+    if sampling.max_response_tokens < 1:
+        raise BadInput(f"max_response_tokens is {sampling.max_response_tokens}; it must be at least 1",
+                       reason="BAD_SAMPLING")
+
+
 class TokenSampler:
     """Draws from softmax(logits / temperature) without the forbidden ids. Greedy: the largest, at temperature 1."""
 
     def __init__(self, sampling: Sampling, forbidden_token_ids: Sequence[int]) -> None:
-        if not sampling.greedy and not sampling.temperature > 0:
-            raise BadInput(f"temperature is {sampling.temperature}; it must be above 0", reason="BAD_SAMPLING")
-        if sampling.max_response_tokens < 1:
-            raise BadInput(f"max_response_tokens is {sampling.max_response_tokens}; it must be at least 1",
-                           reason="BAD_SAMPLING")
+        check_sampling(sampling)
         self.max_response_tokens = sampling.max_response_tokens
         self._greedy = sampling.greedy
         self._temperature = 1.0 if sampling.greedy else sampling.temperature

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
+from rollplex.core.errors import BadInput
 from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
-from rollplex.model import ActorLayout, init_tensor_parallel, read_model_config
+from rollplex.model import ActorLayout, ModelConfig, init_tensor_parallel, read_model_config
 from rollplex.rollout.config import RolloutConfig
 from rollplex.rollout.copies import ShardCopy, SnapshotCopies
-from rollplex.rollout.engine import RolloutEngine
+from rollplex.rollout.engine import RolloutEngine, TokenEngine
 from rollplex.rollout.replica import Replica
 from rollplex.rollout.servicer import add_rollout
 from rollplex.rollout.shard import RankShard
@@ -23,21 +26,27 @@ from rollplex.rpc.server import configure_logging, run
 
 
 def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
-    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count; with one rank after
-    init_tensor_parallel, with more this joins the group."""
+    """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count; the `torch` engine with
+    one rank after init_tensor_parallel, with more this joins the group."""
+    build = _build_vllm if config.rollout.engine == "vllm" else _build_torch
+    model = read_model_config(config.model.checkpoint)
+    processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
+    tokens, session = build(config, replica, model, processor)
+    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, session))
+
+
+def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor
+                 ) -> tuple[TokenEngine, BrokerSession]:
     workers = Workers(config, replica)
     workers.start()
     try:
         shard = build_shard(config, replica, 0)
-        model = read_model_config(config.model.checkpoint)
-        processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
         reader = PromptReader(shard.session, shard.session.driver, processor, model)
         ranks = Replica(shard, workers, config.mesh, process_name(replica, 0))
     except BaseException:
         workers.kill()
         raise
-    tokens = TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows)
-    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, shard.session))
+    return TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows), shard.session
 
 
 def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies | None:
@@ -49,15 +58,38 @@ def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession)
     return SnapshotCopies(session, session.driver, [ShardCopy(device_name(source), device_name(own)) for source, own in pairs])
 
 
+def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor
+                ) -> tuple[TokenEngine, BrokerSession]:
+    """Imports vLLM, in the environment that it needs."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BadInput("rollout.engine is vllm, which is not installed here; docs/vllm.md says how", reason="NO_VLLM")
+    from rollplex.rollout.vllm_internals import set_environment
+
+    set_environment(config.mesh.collective_timeout_s)
+    from rollplex.rollout.vllm_engine import VllmEngine
+
+    torch.set_num_threads(config.rollout.threads)
+    session = _connect(config, process_name(replica, 0))
+    try:
+        reader = PromptReader(session, session.driver, processor, model)
+        return VllmEngine(session, reader, processor, model, config, replica), session
+    except BaseException:
+        session.close()
+        raise
+
+
 def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
     """One rank's part, also of a worker."""
     torch.set_num_threads(config.rollout.threads)
-    model, driver = read_model_config(config.model.checkpoint), HostDriver()
+    model, session = read_model_config(config.model.checkpoint), _connect(config, process_name(replica, rank))
     topology = config.mesh.topology
     layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
-    session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket,
-                                    process=process_name(replica, rank), role="rollout", driver=driver)
-    return RankShard(session, driver, model, layout, device_name(topology.replica_devices(replica)[rank]))
+    return RankShard(session, session.driver, model, layout, device_name(topology.replica_devices(replica)[rank]))
+
+
+def _connect(config: RolloutConfig, process: str) -> BrokerSession:
+    return BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process, role="rollout",
+                                 driver=HostDriver())
 
 
 def serve_forever(config: RolloutConfig, replica: int) -> None:
@@ -66,7 +98,7 @@ def serve_forever(config: RolloutConfig, replica: int) -> None:
     configure_logging(name)
 
     def build() -> RolloutEngine:
-        if config.mesh.rollout_tensor_parallel == 1:
+        if config.rollout.engine == "torch" and config.mesh.rollout_tensor_parallel == 1:
             init_tensor_parallel(0, 1)
         return build_engine(config, replica)
 

@@ -10,7 +10,7 @@ from tiny_checkpoint import save_tiny
 
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.topology import Topology
-from rollplex.rollout.config import RolloutConfig, RolloutSection
+from rollplex.rollout.config import RolloutConfig, RolloutSection, VllmSection
 from rollplex.rollout.server import build_engine
 from rollplex.rollout.servicer import add_rollout
 
@@ -23,13 +23,24 @@ def torch_engine(model: ModelSection, mesh: MeshSection):
     return build_engine(config, 0)
 
 
-ENGINES = {"torch": torch_engine}
-REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1)}
+def vllm_engine(model: ModelSection, mesh: MeshSection):
+    """The same on vLLM, in this process too."""
+    rollout = RolloutSection(engine="vllm", max_rows=MAX_ROWS, vllm=VllmSection(kv_cache_gib=0.0625, max_model_len=2048))
+    return build_engine(RolloutConfig(model=model, mesh=mesh, rollout=rollout), 0)
+
+
+ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
+VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set", "rollout.vllm.max_model_len=2048")
+REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
+            "vllm-tp2-q2": (Topology(4, 2), 1)}
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
 
 
-@pytest.fixture(scope="module", params=[*ENGINES, "torch-tp2", "torch-tp2-q2"])
+@pytest.fixture(scope="module", params=[
+    *ENGINES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2"))])
 def engine_name(request):
+    if request.param.startswith("vllm"):
+        pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
     return request.param
 
 
@@ -46,7 +57,7 @@ def rollout(engine_name, mesh):
     """The served engine, its run open."""
     if engine_name in REPLICAS:
         topology, replica = REPLICAS[engine_name]
-        with replica_process(mesh, topology, replica) as (client, _):
+        with replica_process(mesh, topology, replica, *(VLLM if engine_name.startswith("vllm") else ())) as (client, _):
             client.open_run()
             yield client
         return

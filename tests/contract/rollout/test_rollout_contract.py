@@ -91,7 +91,9 @@ def test_deterministic_groups_do_not_depend_on_their_company(mesh, bound):
     assert together == backwards == alone
 
 
-def test_batched_and_deterministic_samples_have_the_same_tokens(mesh, bound):
+def test_batched_and_deterministic_samples_have_the_same_tokens(mesh, bound, engine_name):
+    if engine_name.startswith("vllm"):
+        pytest.skip("what vLLM computes depends in its last bits on a batch's company; only `torch` promises tokens across modes")
     groups = [mesh.prompts.group(kind, index) for index, kind in enumerate(["text", "video", "image", "mixed", "text"])]
     sampling = dataclasses.replace(SAMPLING, max_response_tokens=80)
     batched = tokens_of(generate(mesh, bound, groups, sampling))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import signal
 import time
 from contextlib import ExitStack
 
 import pytest
-from replica_rig import children, mapped_ranges, replica_process
+from replica_rig import children, mapped_ranges, replica_process, wait_ended
 from rollout_rig import SAMPLING, generate, start, tokens_of
 
 from rollplex.core.errors import Aborted
@@ -95,13 +94,6 @@ class TestRanks:
         assert process.wait() == -signal.SIGKILL
         wait_ended(pidfd, 5)
         mesh.actor.publish(lambda views: None)
-
-
-def wait_ended(pidfd: int, timeout_s: float) -> None:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    assert poller.poll(timeout_s * 1000), "the process still runs"
-    os.close(pidfd)
 
 
 @pytest.mark.parametrize("engine_name", ["torch-q2"], indirect=True, scope="module")

@@ -114,8 +114,12 @@ def test_equation_one():
 def test_placement_arithmetic():
     placement = Placement.contiguous("slab", 64, (4, 8), "float32")
     assert (placement.size_bytes, placement.end_bytes) == (128, 192)
+    rows = placement.narrow(0, 1, 3)
+    assert (rows.offset_bytes, rows.shape, rows.end_bytes) == (64 + 32, (2, 8), 160)
     transposed = Placement("slab", 0, (8, 4), (1, 8), "bfloat16")
     assert transposed.end_bytes == 64
+    with pytest.raises(ValueError, match="3:5 along axis 0"):
+        placement.narrow(0, 3, 5)
     with pytest.raises(ValueError, match="multiple"):
         Placement.contiguous("slab", 2, (1,), "float32")
     assert (align_up(1, 256), align_up(256, 256)) == (256, 256)

@@ -56,6 +56,17 @@ def test_new_memory_is_zero_and_keeps_its_bytes_over_unmap(driver, reservation, 
     assert bool((base == 7).all())
 
 
+def test_zeros_can_be_read_and_give_way_to_memory(driver, reservation, handle):
+    base = views.base_tensor(reservation.address, SIZE)
+    driver.map_zeros(reservation)
+    assert not base.any()
+    driver.map(reservation, handle, writable=True)
+    base.fill_(7)
+    driver.map_zeros(reservation)
+    assert not base.any()
+    driver.unmap(reservation)
+
+
 def test_tensors_made_before_the_first_map_keep_their_address(driver, reservation, handle):
     base = views.base_tensor(reservation.address, SIZE)
     tensor = views.tensor(base, Placement.contiguous("s", 64, (5, 7), "float32"))

@@ -7,7 +7,7 @@ import pytest
 from rollplex.core import ids, work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.rollout.engine import RolloutEngine, Tally
+from rollplex.rollout.engine import ReplicaBroken, RolloutEngine, Tally
 
 GROUPS = [work.PreparedGroup(index, array("q", [1, 2, 3]), prompt_hash=f"h{index}", sample_count=2, prompt_ordinal=40 + index)
           for index in range(2)]
@@ -117,3 +117,14 @@ def test_a_wrong_group_is_refused_before_anything_runs(engine):
             engine.generate(Context(), groups, SAMPLING, snapshot=0, iteration=0)
         assert caught.value.metadata["group_index"] == str(groups[1].group_index)
     assert not hasattr(engine._tokens, "seeds")
+
+
+def test_a_broken_replica_is_bound_to_nothing(engine):
+    def generate(*_):
+        raise ReplicaBroken("rank 1 was killed")
+
+    opened(engine).bind_snapshot(Context(), 2)
+    engine._tokens.generate = generate
+    with pytest.raises(ReplicaBroken):
+        engine.generate(Context(), GROUPS, SAMPLING, snapshot=2, iteration=0)
+    assert (engine.open_run_name, engine.bound_snapshot, engine._tokens.log[-1]) == ("run", -1, "unbind")

@@ -1,0 +1,193 @@
+"""The `vllm` engine: vLLM in this process, its model's parameters on the actor slab. docs/vllm.md has the versions."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from vllm import EngineArgs
+
+from rollplex.core import work
+from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
+from rollplex.core.topology import device_name
+from rollplex.data.processor import PromptProcessor
+from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.prompts import PromptReader
+from rollplex.memory.client import BrokerSession
+from rollplex.model import ActorLayout, ModelConfig
+from rollplex.rollout import vllm_internals, vllm_loader
+from rollplex.rollout.config import RolloutConfig
+from rollplex.rollout.engine import ReplicaBroken, SeededGroup, Tally
+from rollplex.rollout.vllm_flight import Flight
+from rollplex.rollout.vllm_group import VllmGroup
+from rollplex.rollout.vllm_prompts import VllmPrompts
+from rollplex.rollout.workers import process_name
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_BLOCK_TOKENS = 32
+"""vLLM's own default of 128 lets no short prompt hit the prefix cache."""
+CPU_STEP_TOKENS = 8192
+"""At least; and never less than the longest sequence."""
+
+
+class VllmEngine:
+    """rollplex.rollout.engine.TokenEngine. It takes over the session, which is for media; workers lease the actor themselves."""
+
+    def __init__(self, session: BrokerSession, reader: PromptReader, processor: PromptProcessor, model: ModelConfig,
+                 config: RolloutConfig, replica: int) -> None:
+        topology = config.mesh.topology
+        layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
+        self.layout_hash = layout_hash(model, layout)
+        self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
+        self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
+        self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
+                                config.mesh.collective_timeout_s)
+        self._prompts = VllmPrompts(reader, processor, model)
+        self._run = ""
+        self._start()
+
+    def open(self, run: str) -> None:
+        """A group that is started again hears of it then."""
+        self._run = run
+        if self._group.running:
+            self._group.ask("rollplex_open", run)
+
+    def bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        """On every rank, or on none. Starts vLLM anew when a worker is lost."""
+        if self._group.running:
+            try:
+                return self._bind(snapshot)
+            except ReplicaBroken as error:
+                log.warning("%s; vLLM starts again", error)
+        self._start()
+        return self._bind(snapshot)
+
+    def unbind(self) -> None:
+        if self._group.running:
+            self._group.ask("rollplex_unbind")
+
+    def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
+        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
+        self._check_lengths(groups, sampling)
+        waiting = deque(groups)
+        self._back_kv()
+        try:
+            while waiting or flight:
+                tally.check()
+                with tally.timed("prefill"):
+                    started = self._admit(waiting, flight, tally, sampling.deterministic)
+                with tally.timed("prefill" if started else "decode"), self._group.together("decode"):
+                    finished = flight.step()
+                tally.finish(finished)
+        except (Aborted, DeadlineExceeded):
+            tally.finish(flight.unfinished())
+            raise
+        finally:
+            if self._group.running:
+                flight.abort()
+                self.release_kv()
+
+    def release_kv(self) -> int:
+        if not self._group.running or not self._kv_backed:
+            return 0
+        self._kv_backed = False
+        self._drop_caches()
+        if vllm_internals.has_sleep_mode():
+            self._group.engine.sleep(1)
+        return sum(self._group.ask("rollplex_release_kv"))
+
+    def close(self) -> None:
+        if self._group.running:
+            self._group.ask("rollplex_close")
+        self._group.stop()
+        self._session.close()
+
+    def _start(self) -> None:
+        self._group.start()
+        # vLLM may have computed with zeros while it started; nothing is mapped before a bind.
+        self.unbind()
+        self._kv_backed = True
+        self.release_kv()
+        if self._run:
+            self.open(self._run)
+
+    def _bind(self, snapshot: int) -> tuple[int, dict[str, int]]:
+        bound = self._group.ask("rollplex_bind", snapshot)
+        self._drop_caches()
+        return bound[0][0], {device: inode for _, device, inode in bound}
+
+    def _back_kv(self) -> None:
+        if vllm_internals.has_sleep_mode():
+            self._group.engine.wake_up()
+        self._group.ask("rollplex_back_kv")
+        self._kv_backed = True
+
+    def _admit(self, waiting: deque[SeededGroup], flight: Flight, tally: Tally, deterministic: bool) -> int:
+        """Starts groups while rows are free; how many. vLLM queues what is over max_rows, so one group may be.
+
+        Deterministic: a group has vLLM for itself, and no cache knows of the one before.
+        """
+        started = 0
+        while waiting and (not flight if deterministic else len(flight) < self._max_rows):
+            tally.check()
+            if deterministic:
+                self._drop_caches()
+            seeded = waiting.popleft()
+            rendered, prompt_hash = self._prompts.read(self._group.engine, seeded.group)
+            tally.prompt(seeded.group, prompt_hash)
+            flight.add(seeded, rendered)
+            started += 1
+        return started
+
+    def _check_lengths(self, groups: Sequence[SeededGroup], sampling: work.Sampling) -> None:
+        """vLLM would end a response early, as if it had reached the limit that was asked for."""
+        for group in (seeded.group for seeded in groups):
+            wanted = len(group.token_ids) + sampling.max_response_tokens
+            if wanted > self._max_tokens:
+                raise BadInput(f"group {group.group_index}: {len(group.token_ids)} prompt tokens and up to "
+                               f"{sampling.max_response_tokens} of response are more than the {self._max_tokens} that rollout "
+                               "is configured for (rollout.vllm.max_model_len)", reason="RESPONSE_TOO_LONG",
+                               group_index=group.group_index, tokens=wanted, limit=self._max_tokens)
+
+    def _drop_caches(self) -> None:
+        with self._group.together("drop_caches"):
+            dropped = vllm_internals.drop_caches(self._group.engine)
+        if not dropped:
+            raise InternalError("vLLM's prefix cache is in use, yet no request is in flight")
+
+
+def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineArgs:
+    """Raises BadInput for a type that vLLM does not compute in."""
+    if config.model.dtype == "float64":
+        raise BadInput("vLLM does not compute in float64; use model.dtype bfloat16 or float32, or rollout.engine torch",
+                       reason="BAD_CONFIG")
+    # Of a plugin that is not installed (a source tree on PYTHONPATH), too.
+    vllm_loader.register()
+    vllm_internals.keep_embeddings_tied()
+    options = config.rollout.vllm
+    topology = config.mesh.topology
+    source = vllm_loader.SlabSource(
+        config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
+        config.model.dtype, topology.train_tp, tuple(map(device_name, topology.replica_devices(replica))))
+    on_gpu = vllm_internals.has_sleep_mode()
+    # A prompt that is computed in parts draws from its generator before it should; vLLM then sets the generator back, which
+    # a CPU's cannot do: "CPU Generator does not use offset". There a prompt is computed whole.
+    whole = {} if on_gpu else {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_tokens),
+                               "block_size": CPU_BLOCK_TOKENS}
+    return EngineArgs(
+        **whole, model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0, tensor_parallel_size=topology.rollout_tp,
+        load_format=vllm_loader.LOAD_FORMAT, model_loader_extra_config=source.as_config(),
+        worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker",
+        max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows,
+        kv_cache_memory_bytes=int(options.kv_cache_gib * GIB), gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=True,
+        enforce_eager=options.enforce_eager or not on_gpu, enable_sleep_mode=on_gpu,
+        # The tower whole on every rank, as the slab has it; each medium is processed once, so nothing is worth caching.
+        mm_encoder_tp_mode="data", mm_processor_cache_gb=0, skip_mm_profiling=True,
+        # The log-probability of what was sampled: after temperature and forbidden tokens.
+        logprobs_mode="processed_logprobs",
+        # No sampling defaults from the checkpoint.
+        generation_config="vllm", disable_log_stats=True)

@@ -1,0 +1,99 @@
+"""Samples in flight inside vLLM: one request each, so that every one streams, stops and is seeded by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rollplex.core import work
+from rollplex.core.errors import BadInput, InternalError
+from rollplex.rollout.engine import SeededGroup
+from rollplex.rollout.sampling import check_sampling
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one when it is given a lower one."""
+
+
+@dataclass
+class Growing:
+    """One sample's tokens so far."""
+
+    group_index: int
+    sample_index: int
+    tokens: array = field(default_factory=lambda: array("q"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+
+    def finished(self, reason: str) -> work.FinishedSample:
+        return work.FinishedSample(self.group_index, self.sample_index, self.tokens, self.logprobs, reason)
+
+
+class Flight:
+    """`add` groups, `step` while it is not empty, `abort` at the end."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, engine: LLMEngine, sampling: work.Sampling, stop_token_ids: Sequence[int],
+                 forbidden_token_ids: Sequence[int]) -> None:
+        """Raises BadInput for a sampling that vLLM would change."""
+        check_sampling(sampling)
+        if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
+            raise BadInput(f"temperature is {sampling.temperature}; vLLM samples at {LEAST_TEMPERATURE} or above",
+                           reason="BAD_SAMPLING")
+        self._engine, self._sampling = engine, sampling
+        self._stops, self._forbidden = list(stop_token_ids), {token: -math.inf for token in forbidden_token_ids}
+        self._growing: dict[str, Growing] = {}
+
+    def __len__(self) -> int:
+        return len(self._growing)
+
+    def add(self, seeded: SeededGroup, rendered: dict[str, Any]) -> None:
+        group = seeded.group
+        for index, seed in enumerate(seeded.seeds.tolist()):
+            request = f"{next(self._numbers)}.{group.group_index}.{index}"
+            self._growing[request] = Growing(group.group_index, index)
+            self._engine.add_request(request, rendered, self._params(seed))
+
+    def step(self) -> list[work.FinishedSample]:
+        """One step of the engine; the samples that it ended."""
+        finished = []
+        for output in self._engine.step():
+            sample, (completion,) = self._growing[output.request_id], output.outputs
+            sample.tokens.extend(completion.token_ids)
+            for token, by_token in zip(completion.token_ids, completion.logprobs or (), strict=True):
+                logprob = by_token[token].logprob
+                if not math.isfinite(logprob):
+                    raise InternalError(f"non-finite log-probability of token {token}", reason="NON_FINITE_LOGITS")
+                sample.logprobs.append(logprob)
+            if output.finished:
+                del self._growing[output.request_id]
+                if completion.finish_reason not in ("stop", "length"):
+                    raise InternalError(f"vLLM ended a sample by itself: {completion.finish_reason}")
+                finished.append(sample.finished(completion.finish_reason))
+        return finished
+
+    def unfinished(self) -> list[work.FinishedSample]:
+        """What still grows, where it has a token."""
+        return [sample.finished("aborted") for sample in self._growing.values() if sample.tokens]
+
+    def abort(self) -> None:
+        """Takes what is left out of the engine. Idempotent."""
+        self._engine.abort_request(list(self._growing))
+        self._growing.clear()
+
+    def _params(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0 if self._sampling.greedy else self._sampling.temperature,
+            # torch's generators take 63 bits everywhere.
+            seed=seed >> 1, max_tokens=self._sampling.max_response_tokens,
+            # Only these end a response, and they stay in it: the checkpoint's other defaults do not apply.
+            ignore_eos=True, stop_token_ids=self._stops, logit_bias=self._forbidden,
+            # 0: the sampled token's own, nothing besides. Text is never made here: it was nine tenths of a step.
+            logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA)

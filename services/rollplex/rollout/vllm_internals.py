@@ -1,0 +1,134 @@
+"""The one place that reaches past vLLM's public interface; each touch says why. docs/vllm.md has the versions tried.
+
+Public, and therefore used elsewhere: EngineArgs, LLMEngine, SamplingParams, register_model_loader, collective_rpc,
+worker_extension_cls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import nn
+
+_MADV_DONTNEED = 4
+
+
+def set_environment(collective_timeout_s: float) -> None:
+    """Before vLLM is first imported, which reads most of this then. A value that the user has set stays, but for the first three.
+
+    TORCH_COMPILE_DISABLE: on a CPU vLLM's small `@torch.compile` helpers want a C++ compiler, eager mode or not.
+    VLLM_CPU_OMP_THREADS_BIND: vLLM would pin threads of a process that is ours; `rollout.threads` counts them.
+    """
+    # The engine core runs on our owner thread: one process to kill, no socket between, a start of seconds.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A forked worker would inherit the broker's connection, gRPC threads and mappings.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(max(1, round(collective_timeout_s)))
+    defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if not torch.cuda.is_available():
+        defaults |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # In this process transformers has imported dynamo, which read the variable then.
+        torch._dynamo.config.disable = True
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def plain_linear_layers() -> Iterator[None]:
+    """While a model is loaded on a CPU: its linear layers multiply by `weight` where it lies.
+
+    vLLM otherwise repacks each weight into a layout of its own and leaves an empty tensor behind, which ends sharing
+    without an error. CUDA layers are not repacked.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    original = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original
+
+
+def tensor_parallel_place() -> tuple[int, int]:
+    """(rank, size) of this worker; a model loader is not told."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def keep_embeddings_tied() -> None:
+    """A checkpoint whose config ties the embeddings may still store a head (0.32 and later look): vLLM would then build two,
+    load both and compare them. Trainer and slab go by the config, so vLLM is made to."""
+    from vllm.config import ModelConfig
+
+    if hasattr(ModelConfig, "maybe_untie_word_embeddings"):
+        ModelConfig.maybe_untie_word_embeddings = lambda self: None
+
+
+def has_sleep_mode() -> bool:
+    """Whether the platform frees keys and values itself; the flag has no public name."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def kv_storages(worker: Any) -> list[torch.UntypedStorage]:
+    """Of a worker's keys and values, each once. A CPU has no sleep mode, and nothing public names these tensors."""
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in worker.model_runner.kv_caches}
+    return list(storages.values())
+
+
+def give_pages_back(storage: torch.UntypedStorage) -> None:
+    """The whole pages inside it go back to the system and read as zeros when next touched."""
+    page = mmap.PAGESIZE
+    start = -(-storage.data_ptr() // page) * page
+    stop = (storage.data_ptr() + storage.nbytes()) // page * page
+    if stop > start and _libc.madvise(start, stop - start, _MADV_DONTNEED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"madvise of {stop - start} bytes: {os.strerror(number)}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def render(engine: Any, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Token ids with placeholders expanded, pixels, grids and timing, to be given to `add_request` any number of times.
+
+    `LLMEngine.add_request` takes a raw prompt too, but would process its media once a sample, and not show the result.
+    """
+    (rendered,) = engine.renderer.render_cmpl([prompt])
+    return rendered
+
+
+def drop_caches(engine: Any) -> bool:
+    """Prefix, encoder and multimodal processor caches; False when requests still hold prefix blocks.
+
+    The encoder cache is keyed by the media's hash and holds embeddings made by the weights of its time: the prefix
+    cache's reset leaves it, and `LLM` has no call for it.
+    """
+    engine.reset_encoder_cache()
+    engine.reset_mm_cache()
+    return engine.reset_prefix_cache()
+
+
+def worker_processes(engine: Any) -> list[Any]:
+    """multiprocessing's, by rank; none where the only worker is this process. Only these tell which one died."""
+    return [handle.proc for handle in getattr(engine.model_executor, "workers", None) or ()]
+
+
+def shut_down(engine: Any) -> None:
+    """Ends workers. LLMEngine leaves it to the garbage collector."""
+    engine.engine_core.shutdown()
