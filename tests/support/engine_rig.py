@@ -224,13 +224,14 @@ def served(loop: Loop, mesh: MeshSection, name: str, engine: Any, add_role: Any)
 
 
 @contextmanager
-def engine_process(mesh: MeshSection, module: str, name: str, *options: str) -> Iterator[tuple[EngineClient, subprocess.Popen]]:
+def engine_process(mesh: MeshSection, module: str, name: str, *options: str, ready_s: float = 90
+                   ) -> Iterator[tuple[EngineClient, subprocess.Popen]]:
     """`python -m module` over the mesh's own config file, until the end of the context."""
     command = [sys.executable, "-W", "ignore", "-m", module, "--set", f"mesh.runtime_dir={mesh.runtime_dir}", *options]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         with sync_channel(mesh.address(name)) as channel:
-            grpc.channel_ready_future(channel).result(90)
+            grpc.channel_ready_future(channel).result(ready_s)
         client = EngineClient(mesh.address(name))
         yield client, process
         client.channel.close()

@@ -13,6 +13,8 @@ from engine_rig import EngineClient, engine_process
 
 from rollplex.core.topology import Topology
 
+VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set", "rollout.vllm.max_model_len=2048")
+
 
 def replica_process(mesh: Any, topology: Topology, replica: int, *options: str
                     ) -> AbstractContextManager[tuple[EngineClient, subprocess.Popen]]:
@@ -20,7 +22,10 @@ def replica_process(mesh: Any, topology: Topology, replica: int, *options: str
     settings = {"model.checkpoint": mesh.checkpoint, "rollout.max_rows": 12,
                 "mesh.rollout_tensor_parallel": topology.rollout_tp, "mesh.train_tensor_parallel": topology.train_tp}
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    return engine_process(mesh.section, "rollplex.rollout", f"rollout-{replica}", "--replica", str(replica), *arguments, *options)
+    # Three processes import vLLM at TP 2: half a minute on two idle cores, minutes on busy ones.
+    ready_s = 300 if "rollout.engine=vllm" in options else 90
+    return engine_process(mesh.section, "rollplex.rollout", f"rollout-{replica}", "--replica", str(replica), *arguments, *options,
+                          ready_s=ready_s)
 
 
 def children(pid: int) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from rollplex.core import work
 from rollplex.core.placement import Placement, align_up
@@ -45,9 +46,11 @@ MEDIA = {
 @contextmanager
 def tensor_parallel() -> Iterator[None]:
     """A TP group of one, unless another test of this process has left one open."""
-    if dist.is_initialized():
+    if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
         yield
         return
+    # A vLLM in this process makes groups of its own when there are none, and takes all with it when it ends.
+    destroy_tensor_parallel()
     init_tensor_parallel(0, 1)
     try:
         yield

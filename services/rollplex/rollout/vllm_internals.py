@@ -113,6 +113,12 @@ def render(engine: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     return rendered
 
 
+def passes_video_metadata(engine: Any) -> bool:
+    """Whether vLLM hands a video's timing on to the checkpoint's processor (0.32); before, it dropped it (0.26), and the
+    processor, which takes the rate from there only (transformers 5), assumed 24 frames a second."""
+    return engine.renderer.get_mm_processor().data_parser.video_needs_metadata
+
+
 def drop_caches(engine: Any) -> bool:
     """Prefix, encoder and multimodal processor caches; False when requests still hold prefix blocks.
 

@@ -19,7 +19,7 @@ from rollplex.data.media import MediaItem
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader, check_prompt_hash, data_media_item, naming_group
 from rollplex.model import ModelConfig
-from rollplex.rollout.vllm_internals import render
+from rollplex.rollout.vllm_internals import passes_video_metadata, render
 
 
 class VllmPrompts:
@@ -37,35 +37,36 @@ class VllmPrompts:
             if not len(tokens_P) or tokens_P.min() < 0 or tokens_P.max() >= self._vocab_size:
                 raise BadInput(f"{len(tokens_P)} prompt tokens; at least one is needed, all within the vocabulary of "
                                f"{self._vocab_size}", reason="BAD_TOKEN_ID" if len(tokens_P) else "EMPTY_PROMPT")
-            rendered = render(engine, self._prompt(tokens_P, group.media))
+            rendered = render(engine, self._prompt(engine, tokens_P, group.media))
         found = _hash(rendered)
         check_prompt_hash(group, found)
         return rendered, found
 
-    def _prompt(self, tokens_P: np.ndarray, media: Sequence[work.MediaItem]) -> dict[str, Any]:
+    def _prompt(self, engine: LLMEngine, tokens_P: np.ndarray, media: Sequence[work.MediaItem]) -> dict[str, Any]:
         if not media:
             return {"prompt_token_ids": tokens_P.tolist()}
         items = [data_media_item(item) for item in media]
         with self._reader.frames(media) as frames:
-            data, options = self._media(items, frames)
+            data = self._media(items, frames)
             frames.clear()
+        metadata = [metadata for _, metadata in data.get("video", ())]
+        options = self._video_options(metadata, passes_video_metadata(engine)) if metadata else {}
         return {"prompt_token_ids": collapse_runs(tokens_P, self._placeholders).tolist(), "multi_modal_data": data,
                 "mm_processor_kwargs": options}
 
-    def _media(self, items: Sequence[MediaItem], frames: Sequence[np.ndarray]) -> tuple[dict[str, list], dict[str, Any]]:
+    def _media(self, items: Sequence[MediaItem], frames: Sequence[np.ndarray]) -> dict[str, list]:
         """Copies: the slab is unmapped before vLLM has seen the last of them."""
         images = [Image.fromarray(array[0]) for item, array in zip(items, frames) if item.kind == "image"]
         videos = [(np.array(array), self._video_metadata(item)) for item, array in zip(items, frames) if item.kind == "video"]
-        data: dict[str, list] = {}
-        options: dict[str, Any] = {}
-        if images:
-            data["image"] = images
-        if videos:
-            data["video"] = videos
-            # Before 0.32 the processor read the rate here; since then it is in the metadata.
-            rates = [metadata["fps"] for _, metadata in videos]
-            options = {**self._processor.video_options(), "fps": rates[0] if len(set(rates)) == 1 else rates}
-        return data, options
+        return {kind: media for kind, media in (("image", images), ("video", videos)) if media}
+
+    def _video_options(self, metadata: list[dict[str, Any]], passed_on: bool) -> dict[str, Any]:
+        """The rate is where each version of vLLM and of transformers looks for it."""
+        rates = [known["fps"] for known in metadata]
+        options = {**self._processor.video_options(), "fps": rates[0] if len(set(rates)) == 1 else rates}
+        if not passed_on:
+            options["video_metadata"] = [{key: known[key] for key in known if key != "do_sample_frames"} for known in metadata]
+        return options
 
     def _video_metadata(self, item: MediaItem) -> dict[str, Any]:
         known = self._processor.video_metadata(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_rig import served
-from replica_rig import replica_process
+from replica_rig import VLLM, replica_process
 from rollout_rig import actor_mesh
 from tiny_checkpoint import save_tiny
 
@@ -30,7 +30,6 @@ def vllm_engine(model: ModelSection, mesh: MeshSection):
 
 
 ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
-VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set", "rollout.vllm.max_model_len=2048")
 REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
             "vllm-tp2-q2": (Topology(4, 2), 1)}
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""

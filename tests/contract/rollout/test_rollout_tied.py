@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("engine_name", ["torch", "vllm"], indirect=
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def mesh(request, tmp_path_factory):
+def mesh(request, engine_name, tmp_path_factory):
     checkpoint = save_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, tied=request.param == "tied")
     with actor_mesh(checkpoint, tmp_path_factory.mktemp("mesh", numbered=True)) as made:
         yield made

@@ -18,9 +18,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm`
 pytestmark = pytest.mark.parametrize("engine_name", ["vllm"], indirect=True, scope="module")
 
 
-@pytest.fixture
-def parameters(bound):
-    (found,) = bound.engine._tokens._group.engine.apply_model(lambda model: dict(model.named_parameters()))
+def addresses(client) -> dict[str, int]:
+    """Of vLLM's parameters. Not the tensors: pytest would print them, and nothing need be mapped there."""
+    (found,) = client.engine._tokens._group.engine.apply_model(
+        lambda model: {name: parameter.data_ptr() for name, parameter in model.named_parameters()})
     return found
 
 
@@ -36,19 +37,19 @@ def resident_bytes(storage: torch.UntypedStorage) -> int:
     return resident
 
 
-def test_every_parameter_lies_at_its_offset_in_the_read_only_mapping(mesh, bound, parameters):
+def test_every_parameter_lies_at_its_offset_in_the_read_only_mapping(mesh, bound):
     ((start, _, permissions),) = mapped_ranges(mesh.actor.inode)
     assert permissions == "r--s"
-    offsets = {name: tensor.data_ptr() - start for name, tensor in parameters.items()}
+    offsets = {name: address - start for name, address in addresses(bound).items()}
     assert offsets == {name: tensor.offset_bytes for name, tensor in mesh.actor.layout.tensors.items()}
 
 
-def test_addresses_survive_and_nothing_is_mapped_after_quiesce(mesh, bound, parameters):
-    before = {name: tensor.data_ptr() for name, tensor in parameters.items()}
+def test_addresses_survive_and_nothing_is_mapped_after_quiesce(mesh, bound):
+    before = addresses(bound)
     bound.quiesce()
     assert mapped_ranges(mesh.actor.inode) == []
     bound.bind(mesh.actor.publish(lambda views: None))
-    assert {name: tensor.data_ptr() for name, tensor in parameters.items()} == before
+    assert addresses(bound) == before
     assert len(mapped_ranges(mesh.actor.inode)) == 1
 
 

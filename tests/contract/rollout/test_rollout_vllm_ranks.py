@@ -7,21 +7,19 @@ import os
 import signal
 
 import pytest
-from replica_rig import children, mapped_ranges, replica_process, wait_ended
+from replica_rig import VLLM, children, mapped_ranges, replica_process, wait_ended
 from rollout_rig import SAMPLING, generate, start
 
 from rollplex.core.errors import Aborted
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("engine_name", ["vllm-tp2-q2"], indirect=True, scope="module")]
-OPTIONS = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set",
-           "rollout.vllm.max_model_len=2048")
 
 
 @pytest.fixture(scope="module")
 def leader(mesh):
     """(client, process) of replica 1, its run open."""
-    with replica_process(mesh, mesh.actor.topology, 1, *OPTIONS) as (client, process):
+    with replica_process(mesh, mesh.actor.topology, 1, *VLLM) as (client, process):
         client.open_run()
         yield client, process
 
