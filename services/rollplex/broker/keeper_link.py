@@ -21,6 +21,9 @@ from rollplex.rpc.handles import connect, encode, raise_error_frame, recv_frame,
 
 log = logging.getLogger(__name__)
 
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+
 
 @dataclass(slots=True)
 class _Request:
@@ -40,6 +43,9 @@ class KeeperLink:
         self._outbox: deque[_Request] = deque()
         self._unanswered: deque[_Request] = deque()
         self._up = asyncio.Event()
+        self._wanted = asyncio.Event()
+        """Set while a `put` waits for the keeper."""
+        self._waiting = 0
         self._task: asyncio.Task | None = None
 
     def adopt(self) -> list[Record]:
@@ -82,7 +88,7 @@ class KeeperLink:
         while True:
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-                    await self._up.wait()
+                    await self._until_up()
                     answer = asyncio.get_running_loop().create_future()
                     self._send({"op": "put", "name": name, "metadata": metadata}, fd, answer)
                     await answer
@@ -92,6 +98,16 @@ class KeeperLink:
             except TimeoutError:
                 raise Unavailable(f"the keeper did not take {name} within {self._timeout_s:g} s",
                                   reason="KEEPER_DOWN") from None
+
+    async def _until_up(self) -> None:
+        self._waiting += 1
+        self._wanted.set()
+        try:
+            await self._up.wait()
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._wanted.clear()
 
     def note(self, name: str, metadata: dict[str, Any], fd: int | None) -> None:
         if self._up.is_set():
@@ -180,14 +196,14 @@ class KeeperLink:
                 answer.set_result(None)
 
     async def _reconnect(self, everything: Callable[[], Iterable[Record]]) -> None:
-        delay_s = 0.05
+        delay_s = FIRST_RETRY_S
         while True:
             try:
                 self._sock = connect(self._path, timeout_s=1.0)
                 break
             except OSError:
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, 1.0)
+                await self._back_off(delay_s)
+                delay_s = min(2 * delay_s, LAST_RETRY_S)
         self._sock.setblocking(False)
         self._up.set()
         self._send({"op": "reset"}, None, None)
@@ -196,3 +212,11 @@ class KeeperLink:
             self.note(*record)
             kept += 1
         log.warning("the keeper is back and was given %d records", kept)
+
+    async def _back_off(self, delay_s: float) -> None:
+        """Asleep for long, the link would find the keeper only after the time of a `put` that waits for it."""
+        if self._wanted.is_set():
+            await asyncio.sleep(FIRST_RETRY_S)
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), delay_s)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from rollplex.memory.client import BrokerSession
+from rollplex.rpc.handles import connect
 
 HOLDER = """
     import json, sys
@@ -81,6 +84,15 @@ class Node:
 
     def start_keeper(self) -> None:
         self.keeper = self._start("rollplex.broker.keeper")
+
+    def await_keeper(self) -> None:
+        """Until it listens: a test's short `keeper_timeout_s` is not meant for the start of a process."""
+        while True:
+            with contextlib.suppress(OSError):
+                connect(self.directory / "keeper.sock", timeout_s=1.0).close()
+                return
+            assert self.keeper.poll() is None, "the keeper has exited"
+            time.sleep(0.01)
 
     def start_broker(self) -> None:
         self.broker = self._start("rollplex.broker")

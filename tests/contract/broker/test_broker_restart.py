@@ -159,6 +159,7 @@ def test_a_restarted_keeper_is_refilled(mesh):
 def test_without_the_keeper_a_slab_is_not_promised(node):
     node.options[-1] = "broker.keeper_timeout_s=0.5"
     node.start_keeper()
+    node.await_keeper()
     node.start_broker()
     session = node.session()
     fill(session, "s", 7)
@@ -168,13 +169,14 @@ def test_without_the_keeper_a_slab_is_not_promised(node):
     assert session.ledger().host_slab_bytes == 1000
     assert content(session, "s") == bytes([7]) * 1000, "what is there goes on"
     node.start_keeper()
-    time.sleep(1.5)
+    node.await_keeper()
     session.create("late", object_class="optimizer_state", size_bytes=10)
 
 
 def test_a_stopped_keeper_does_not_hold_up_leases(node):
     node.options[-1] = "broker.keeper_timeout_s=1"
     node.start_keeper()
+    node.await_keeper()
     node.start_broker()
     session = node.session()
     fill(session, "s", 7)
