@@ -13,10 +13,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
+from rollplex.core.strict import read_toml
 from rollplex.rpc.channel import check_address, sync_channel
 from rollplex_client.cli.fit import check_fits
 from rollplex_client.cli.programs import EFFECTIVE_CONFIG, STOP_MARGIN_S, Program, log_path, programs, write_files
-from rollplex_client.cli.settings import Settings
+from rollplex_client.cli.settings import Settings, merged
 from rollplex_client.cli.supervision import Process, Supervisor, claimed, listener_pid, start
 
 POLL_S = 0.1
@@ -161,6 +162,15 @@ def last_lines(path: Path, count: int) -> list[str]:
         return []
 
 
+def as_running(settings: Settings) -> Settings:
+    """With the ranks and addresses of the mesh in the runtime directory, whatever this command was told."""
+    path = settings.mesh.runtime_dir / EFFECTIVE_CONFIG
+    if not path.is_file():
+        return settings
+    running = read_toml(path)
+    return merged(settings, {name: running[name] for name in ("mesh", "coordinator") if name in running})
+
+
 def stop_timeout_s(settings: Settings) -> float:
     """The coordinator drains, then the engines, then the broker."""
     return 3 * (settings.mesh.drain_timeout_s + STOP_MARGIN_S) + 10.0
@@ -176,7 +186,7 @@ def mesh_for(settings: Settings, *, timeout_s: float, keep_up: bool, on_health: 
     supervisor = Supervisor(settings.mesh.runtime_dir)
     if supervisor.is_up():
         _check_same_model(settings)
-        wait_until_serving(settings, supervisor, timeout_s=timeout_s, on_health=on_health)
+        wait_until_serving(as_running(settings), supervisor, timeout_s=timeout_s, on_health=on_health)
         yield False
         return
     supervisor = bring_up(settings, timeout_s=timeout_s, on_health=on_health)
@@ -189,8 +199,6 @@ def mesh_for(settings: Settings, *, timeout_s: float, keep_up: bool, on_health: 
 
 def _check_same_model(settings: Settings) -> None:
     """Raises BadInput when the running mesh holds another model than the one asked for."""
-    from rollplex.core.strict import read_toml
-
     running = read_toml(settings.mesh.runtime_dir / EFFECTIVE_CONFIG).get("model", {}).get("checkpoint")
     wanted = settings.sections["model"].checkpoint if "model" in settings.sections else None
     if wanted is not None and running is not None and Path(running).resolve() != wanted.resolve():

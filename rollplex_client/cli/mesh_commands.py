@@ -36,7 +36,7 @@ def up(arguments: argparse.Namespace, output: Output) -> None:
 
 
 def down(arguments: argparse.Namespace, output: Output) -> None:
-    settings = load(arguments)
+    settings = mesh.as_running(load(arguments))
     supervisor = Supervisor(settings.mesh.runtime_dir)
     names = supervisor.names()
     output.note(f"stopping {', '.join(names)}")
@@ -45,7 +45,7 @@ def down(arguments: argparse.Namespace, output: Output) -> None:
 
 
 def restart(arguments: argparse.Namespace, output: Output) -> None:
-    settings = load(arguments)
+    settings = mesh.as_running(load(arguments))
     supervisor = Supervisor(settings.mesh.runtime_dir)
     supervisor.restart(arguments.service)
     with health_display(output) as on_health:
@@ -72,7 +72,7 @@ def health_display(output: Output) -> Iterator[mesh.OnHealth]:
 
 def status(arguments: argparse.Namespace, output: Output) -> int:
     """Exit status 1 when a service does not serve."""
-    settings = load(arguments)
+    settings = mesh.as_running(load(arguments))
     processes = Supervisor(settings.mesh.runtime_dir).processes()
     probe = mesh.HealthProbe(settings)
     try:

@@ -15,7 +15,7 @@ import pytest
 from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, Unavailable
 from rollplex_client.cli import mesh, programs
 from rollplex_client.cli.mesh import bring_up, stop_timeout_s, wait_until_serving
-from rollplex_client.cli.programs import Program, service_config, supervisor_config
+from rollplex_client.cli.programs import Program, service_config, supervisor_config, write_files
 from rollplex_client.cli.settings import Settings, merged, parse_settings
 from rollplex_client.cli.supervision import Supervisor, claimed, listener_pid
 
@@ -174,3 +174,15 @@ def test_the_supervisor_runs_every_rank_with_this_interpreter():
 def test_sections_that_contradict_each_other_are_refused(data):
     with pytest.raises(BadInput):
         service_config(parse_settings(data))
+
+
+def test_commands_see_the_mesh_as_it_was_started(tmp_path):
+    """`status` and `restart` need not be told again how many ranks there are."""
+    told = parse_settings({"mesh": {"runtime_dir": str(tmp_path)}, "model": {"checkpoint": "m"}})
+    assert mesh.as_running(told) is told
+    started = parse_settings({"mesh": {"runtime_dir": str(tmp_path), "train_tensor_parallel": 2}, "model": {"checkpoint": "m"},
+                              "coordinator": {"builtin_reward": ""}})
+    write_files(started)
+    names = [program.name for program in programs.programs(mesh.as_running(told))]
+    assert names == [program.name for program in programs.programs(started)]
+    assert "trainer-1" in names and "reward" not in names
