@@ -7,11 +7,12 @@ TORCH  ?= 2.13.0
 
 VLLM   := .venv-vllm
 
-.PHONY: help demo test test-vllm lint protos clean
+.PHONY: help demo test test-ranks test-vllm lint protos clean
 
 help:
 	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
-	@echo "make test    lint, import rules, and every test that needs no GPU"
+	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role"
+	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
 	@echo "make protos  regenerate protos/gen"
 	@echo "make clean   remove the environment and what runs left behind"
@@ -34,7 +35,10 @@ demo: $(VENV)/.cpu
 	$(BIN)/rollplex demo --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not ranks"
+
+test-ranks: $(VENV)/.dev
+	$(BIN)/python -m pytest -m ranks
 
 # Pinned by hash; what it needs besides comes by its metadata. Then away with what does not import beside a CPU torch, and is
 # not used. docs/vllm.md says why.

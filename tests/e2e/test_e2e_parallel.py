@@ -8,7 +8,7 @@ from runs import BASE, actor_mappings, iterate, mixed, new_run, weights_of
 
 from rollplex.core.errors import RollplexError, WrongState
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(580)]
 
 ITERATIONS = 3
 

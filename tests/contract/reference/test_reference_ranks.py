@@ -18,7 +18,7 @@ from reference_rig import expected, materialize, respond, score, start_score
 from rollplex.core.errors import Aborted
 from rollplex.core.strict import to_plain, to_toml
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 numbers = itertools.count()
 
 

@@ -36,7 +36,7 @@ REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1
 
 
 @pytest.fixture(scope="module", params=[
-    *ENGINES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2"))])
+    *ENGINES, *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2"))])
 def engine_name(request):
     if request.param.startswith("vllm"):
         pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")

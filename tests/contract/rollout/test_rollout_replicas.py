@@ -15,7 +15,7 @@ from rollout_rig import SAMPLING, generate, start, tokens_of
 from rollplex.core.errors import Aborted
 from rollplex.core.topology import Topology
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 LONG = dataclasses.replace(SAMPLING, max_response_tokens=1500)
 
 

@@ -13,7 +13,7 @@ from rollout_rig import SAMPLING, generate, start
 from rollplex.core.errors import Aborted
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("engine_name", ["vllm-tp2-q2"], indirect=True, scope="module")]
+pytestmark = [pytest.mark.ranks, pytest.mark.parametrize("engine_name", ["vllm-tp2-q2"], indirect=True, scope="module")]
 
 
 @pytest.fixture(scope="module")

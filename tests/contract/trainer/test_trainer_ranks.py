@@ -12,7 +12,7 @@ from trainer_rig import config, respond
 from rollplex.core.errors import Aborted, DeadlineExceeded
 from rollplex.model import load_into, read_model_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
