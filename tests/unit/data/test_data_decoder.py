@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import hashlib
 import os
 import signal
@@ -28,6 +29,7 @@ from rollplex.data.rows import MediaRef
 
 
 def open_fds() -> int:
+    gc.collect()  # what an earlier test left as garbage would close its descriptors in the middle of this one
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
