@@ -31,7 +31,7 @@ HOLDER = """
 
     def hold(slab, mode, writable=False, **options):
         lease = session.lease(slab, LeaseMode(mode), **options)
-        mapped = MappedSlab(session.driver, lease.slab.size_bytes)
+        mapped = MappedSlab(driver_of("host"), lease.slab.size_bytes)
         mapped.bind(lease, writable=writable)
         held[slab] = lease, mapped, mapped.tensor(Placement.contiguous(slab, 0, (lease.slab.size_bytes,), "uint8"))
 
