@@ -14,13 +14,11 @@ from rollplex.core.errors import BadInput, InternalError
 from rollplex.core.memory_sizes import PlanInput, Sizes
 from rollplex.core.model_layout import summarise
 from rollplex.core.phases import Phase
-from rollplex.core.residency import CONTRACT, Holding, PlannedBytes, Residency, check, relaxed_classes
+from rollplex.core.residency import CONTRACT, RUNTIME, Holding, PlannedBytes, Residency, check, relaxed_classes
 
 AUTO = "auto"
 GRADIENTS, REFERENCE = ("hbm", "pinned"), ("pinned", "resident", "re-read")
 ACTIVATIONS = ("keep", "recompute", "offload", "from_inputs")
-RUNTIME = "runtime_buffers"
-"""Not in the contract: contexts, NCCL and the engines' own buffers, in HBM all the time."""
 WORKING_PHASES = (Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE)
 
 

@@ -20,6 +20,8 @@ class Residency(StrEnum):
 
 
 ALWAYS = frozenset(Phase)
+RUNTIME = "runtime_buffers"
+"""Not in the contract: contexts, NCCL and the engines' own buffers, in HBM all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class PlannedBytes:
     """What a device will hold of a class in the phase that begins, all roles together."""
 
     object_class: str
-    """A key of CONTRACT, or memory_plan.RUNTIME."""
+    """A key of CONTRACT, or RUNTIME."""
     device: str
     size_bytes: int
 
