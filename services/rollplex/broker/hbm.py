@@ -1,4 +1,4 @@
-"""Each device's memory at the broker: a budget that is kept before it is exceeded, and the ledger held against the driver's figure."""
+"""Each device's memory at the broker: a budget that is kept up front, and the ledger held against the driver's figure."""
 
 from __future__ import annotations
 
