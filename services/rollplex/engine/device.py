@@ -1,36 +1,66 @@
-"""A process and the GPU that it computes on."""
+"""An engine's GPU: chosen once, its errors told in our terms, its cached memory given back. On a host there is nothing to do."""
 
 from __future__ import annotations
 
+import errno
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from rollplex.core.topology import is_cuda
+from rollplex.core.errors import BadInput, InternalError, OutOfMemory
+from rollplex.core.phases import Phase
+from rollplex.core.topology import torch_device
 
-GIB = 1 << 30
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def use_device(device: str, *, budget_gib: float = 0.0, share_gib: float = 0.0) -> None:
-    """Makes `device` this process's own: torch's current one, float32 without TF32, its allocator bounded.
+def use_device(name: str) -> torch.device:
+    """Topology.device_name -> where the calling thread's engine computes from now on, in full float32.
 
-    The bound is a backstop: what is planned is checked by the broker. `share_gib` 0: the whole budget; that 0: the whole GPU.
-    Slabs, pages behind fixed addresses and vLLM's pool are not the allocator's. A host device needs nothing.
+    Raises BadInput (NO_DEVICE) without such a GPU, and (EXPANDABLE_SEGMENTS) where torch's allocator was told to use them: they
+    are mapped and unmapped by the same driver calls as our slabs, vLLM's sleep mode refuses them, and one environment serves all
+    roles of a mesh. Fragmentation, which they are for, ends with `release_cached` at every barrier.
     """
+    device = torch.device(torch_device(name))
+    if device.type != "cuda":
+        return device
+    for variable in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in os.environ.get(variable, "").lower().replace(" ", ""):
+            raise BadInput(f"{variable} has expandable_segments on; engines that share slabs run without",
+                           reason="EXPANDABLE_SEGMENTS")
+    if device.index >= torch.cuda.device_count():
+        raise BadInput(f"device {name}: CUDA shows {torch.cuda.device_count()} devices", reason="NO_DEVICE", device=name)
+    torch.cuda.set_device(device)
+    # float32 means float32: TF32 keeps 10 bits of the mantissa. cuDNN's own switch is on by default.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    if not is_cuda(device):
-        return
-    torch.cuda.set_device(device)
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(allocator_fraction(total_bytes, budget_gib, share_gib), device)
+    return device
 
 
-def allocator_fraction(total_bytes: int, budget_gib: float, share_gib: float) -> float:
-    """Of a GPU's memory, in (0, 1]."""
-    limits = [gib * GIB / total_bytes for gib in (budget_gib, share_gib) if gib]
-    return min([1.0, *limits])
-
-
-def give_back_cache(device: str) -> None:
-    """What torch's allocator keeps for later goes back to the driver: at barriers where a class leaves HBM."""
-    if is_cuda(device):
+def release_cached(device: torch.device) -> None:
+    """What torch's allocator keeps for later goes back to the GPU, where another role may need it. Waits for the GPU."""
+    if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def device_errors(phase: Phase, command: str, device: str) -> Iterator[None]:
+    """Errors of the device as ours, with the phase: OutOfMemory (OUT_OF_DEVICE_MEMORY) leaves the process usable; after
+    InternalError (DEVICE_FAULT) CUDA refuses everything, and the process must be replaced."""
+    where, about = f"{phase.value.upper()} ({command})", {"phase": phase.value, "device": device}
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # The frames that failed hold tensors, and the error would keep them until nobody remembers it.
+        traceback.clear_frames(error.__traceback__)
+        raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY", **about) from None
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY", **about) from error
+    except torch.AcceleratorError as error:
+        raise InternalError(f"{device} failed in {where}: {error}; this process must be replaced", reason="DEVICE_FAULT",
+                            **about) from error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rollplex.engine.device import give_back_cache
+import torch
+
+from rollplex.core.topology import torch_device
+from rollplex.engine.device import release_cached
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 
@@ -15,7 +18,7 @@ class ResidencyReport:
 
     def at_barrier(self) -> None:
         """`send`, once the memory of classes that have left is the driver's again."""
-        give_back_cache(self._arena.device)
+        release_cached(torch.device(torch_device(self._arena.device)))
         self.send()
 
     def send(self) -> None:

@@ -16,6 +16,7 @@ from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import torch_device
 from rollplex.engine.communicator import Communicator
+from rollplex.engine.device import device_errors
 from rollplex.engine.prompts import PromptReader
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena, Hold
@@ -76,7 +77,8 @@ class ReferenceEngine:
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
-        self._weights.open()
+        with device_errors(Phase.IDLE, "open_run", self._arena.device):
+            self._weights.open()
         self._drop_boundaries()
         self.open_run_name = run
         return work.OpenRunResult(snapshot=snapshot)
@@ -93,7 +95,7 @@ class ReferenceEngine:
 
         Raises WrongState without an open run, DataLoss for a prompt that is not the coordinator's.
         """
-        with self.communicator.together(Phase.OVERLAP, "materialize_prefix"):
+        with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._check_open()
             hashes = []
             with self._weights_there():
@@ -116,7 +118,7 @@ class ReferenceEngine:
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
         """
-        with self.communicator.together(Phase.SUFFIX, "score_suffix"):
+        with self._together(Phase.SUFFIX, "score_suffix"):
             self._check_open()
             self._check_scorable(groups, temperature)
             samples: list[work.SampleLogprobs] = []
@@ -142,6 +144,12 @@ class ReferenceEngine:
         self._drop_boundaries()
         self._weights.close()
         self._session.close()
+
+    @contextmanager
+    def _together(self, phase: Phase, command: str) -> Iterator[None]:
+        """A command that all ranks execute; the device's errors become ours before they end the communicator."""
+        with self.communicator.together(phase, command), device_errors(phase, command, self._arena.device):
+            yield
 
     @contextmanager
     def _weights_there(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from rollplex.core.errors import OutOfMemory
 from rollplex.core.placement import Placement
 from rollplex.memory.device_pages import DevicePages
 from rollplex.memory.driver import Driver
@@ -69,17 +68,13 @@ class PagedWeights:
     def mapped(self) -> Iterator[None]:
         """The pages are on the device inside, their contents on the way there in the order of the current stream.
 
-        Raises WrongState before `open`, OutOfMemory when the device has no room: the plan was wrong, or a stranger is there.
+        Raises WrongState before `open`, OSError when the device has no room.
         """
         if not self._source.held:
             # The broker was restarted and could not give the lease back.
             self._unpin()
             self._pin()
-        try:
-            self._pages.back()
-        except OSError as error:
-            raise OutOfMemory(f"{self.visiting_bytes:,} bytes of reference weights find no room on the device: {error}",
-                              reason="OUT_OF_DEVICE_MEMORY", size_bytes=self.visiting_bytes) from error
+        self._pages.back()
         try:
             for source, target in self._pieces:
                 target.copy_(source, non_blocking=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from rollplex.core.errors import BadInput
-from rollplex.core.topology import is_cuda, torch_device
+from rollplex.core.topology import is_cuda
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine import Communicator, PromptReader, layout_hash
-from rollplex.engine.device import use_device
+from rollplex.engine import Communicator, PromptReader, layout_hash, use_device
+from rollplex.engine.hbm_share import bound_allocator
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
 from rollplex.model import (
@@ -38,10 +38,11 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     torch.set_num_threads(section.threads)
     size, topology = mesh.reference_tensor_parallel, mesh.topology
     device = topology.device_name(rank)
-    use_device(device, budget_gib=mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
+    computes_on = use_device(device)
+    bound_allocator(computes_on, budget_gib=mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), torch_device(device),
+    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), computes_on,
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
                                     role="reference")
