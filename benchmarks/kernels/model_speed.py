@@ -182,6 +182,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             found["host_waits_prefix"] = host_waits(lambda: prefix_forward(model, on_device))
         print("the prefix's host waits:", found["host_waits_prefix"])
 
+    def profiled(work: Callable[[], object], name: str) -> None:
+        """The kernels that take most of `work`, on stdout."""
+        if not arguments.profile or device == "cpu":
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            torch.cuda.synchronize()
+        print(name, profile.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=70), sep="\n")
+
+    with torch.no_grad():
+        profiled(lambda: prefix_forward(model, on_device), "prefix forward")
+        profiled(lambda: token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets), "suffix scoring")
+
     def train(saved: str) -> None:
         attached = prefix_forward(model, on_device, saved=saved)
         hidden = suffix_forward(model, attached, packed)
@@ -202,6 +215,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         report(f"one group's training, {saved}", clock(lambda saved=saved: train(saved), warmups=1),
                3 * (prefix_flop + vision_flop + suffix_flop))
         found[f"peak_gib_{saved}"] = peak_gib(lambda saved=saved: train(saved))
+    profiled(lambda: train("recompute"), "one group's training")
     return found
 
 
@@ -215,6 +229,7 @@ def main() -> None:
     parser.add_argument("--max-response-tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--all-modes", action="store_true", help="train with every way of saving activations")
+    parser.add_argument("--profile", action="store_true", help="also print the slowest kernels")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     init_tensor_parallel(0, 1)
