@@ -14,10 +14,10 @@ RANKS = [pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2-q2"
 pytestmark = pytest.mark.parametrize("engine_name", ["torch", "vllm", *RANKS], indirect=True, scope="module")
 
 # A bfloat16 has 8 bits of mantissa, so a logit of 8 to 16 is rounded by up to 1/32 at the head alone; layers before it round
-# too. What is measured is a maximum of 0.06 and a mean of 0.012 (divided by the temperature, as the logits are); the bounds
-# are twice that. Rounding has no direction, so the signed mean over 1000 tokens must be near 0: a systematic error is no
-# rounding, and would bias the ratio.
-MAXIMUM, MEAN, BIAS = 0.12, 0.024, 0.003
+# too. What is measured over all engines here is a maximum of 0.071 and a mean of 0.013 at temperature 1, and what the
+# temperature divides logits by it divides these by; the bounds are twice that. Rounding has no direction, so the signed mean
+# over 1000 tokens must be near 0: a systematic error is no rounding, and would bias the ratio.
+MAXIMUM, MEAN, BIAS = 0.14, 0.026, 0.003
 
 
 @pytest.fixture(scope="module")
