@@ -161,7 +161,8 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--moments", choices=("float32", "bfloat16"), default="float32",
                       help="of Adam; bfloat16 only ever by this option")
     for option, choices in (("--gradients", ("hbm", "pinned")), ("--reference", ("pinned", "resident", "re-read")),
-                            ("--activations", ("keep", "recompute", "offload", "from_inputs"))):
+                            ("--activations", ("keep", "recompute", "offload", "from_inputs")),
+                            ("--suffix-activations", ("keep", "recompute"))):
         plan.add_argument(option, choices=("auto", *choices), default="auto", help="where they are (default: planned)")
 
 

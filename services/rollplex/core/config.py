@@ -13,6 +13,7 @@ SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
+SUFFIX_MODES = ("keep", "recompute")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -149,6 +150,9 @@ class RunConfig:
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
     inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    suffix_activations: str = "keep"
+    """What a suffix forward leaves for its backward: `keep` (every activation) or `recompute` (layer inputs). The gradients are
+    the same to the last bit."""
     replay: str = ""
     """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
     rollout generates nothing. Options that are not given are those of the recorded run."""
@@ -165,6 +169,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("saved_activations", self.saved_activations, SAVED_MODES)
+        _one_of("suffix_activations", self.suffix_activations, SUFFIX_MODES)
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
