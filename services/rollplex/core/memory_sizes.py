@@ -205,7 +205,8 @@ class Sizes:
         tokens = work.micro_batch_samples * work.response_tokens
         kept = self._inputs(tokens, vision=False)
         if saved == "keep":
-            kept = shapes.layer_count * self._layer_kept(tokens) + work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+            boundary = work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+            kept = shapes.layer_count * self._layer_kept(tokens) + boundary
         return kept + tokens * self._norm_kept(shapes.hidden_size) + self.layer_working_set(tokens) + self.logits(tokens)
 
     def logits(self, tokens: int) -> int:
