@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
+from rollplex.core.errors import BadInput
 from rollplex.core.topology import Topology
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
@@ -14,6 +15,7 @@ AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
 SUFFIX_MODES = ("keep", "recompute")
+ENGINE_ROLES = ("trainer", "reference", "rollout")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -221,6 +223,29 @@ class MeshSection:
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        """Raises BadInput: a name that nobody has would leave its service on the default socket without a word."""
+        seen: set[str] = set()
+        for pair in self.addresses:
+            name, _, address = pair.partition("=")
+            wrong = ""
+            if name not in self.services:
+                wrong = f"no service of this mesh is called {name!r}; they are {', '.join(self.services)}"
+            elif not address:
+                wrong = f"{name!r} has no address; write \"{name}=host:port\" or \"{name}=unix:/path\""
+            elif name in seen:
+                wrong = f"{name!r} has two addresses"
+            if wrong:
+                raise BadInput(f"mesh.addresses: {wrong}", reason="BAD_CONFIG", key="mesh.addresses", service=name)
+            seen.add(name)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Every name that has an address."""
+        engines = (f"{role}-{index}" for role in ENGINE_ROLES for index in range(self.ranks(role)))
+        return ("broker", *engines, "reward", "coordinator")
 
     @property
     def topology(self) -> Topology:
