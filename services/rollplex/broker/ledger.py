@@ -48,7 +48,7 @@ class LedgerBook:
     """Last report of each session."""
     peaks: dict[tuple[Phase, Key], int] = field(default_factory=dict)
     violations: tuple[str, ...] = ()
-    """Of the phase that ended last."""
+    """Of the phase that ended last, and of reports in the one that began then."""
 
     def add(self, slab: Slab) -> None:
         key = _key(slab)
@@ -71,13 +71,14 @@ class LedgerBook:
         self.reports.pop(session, None)
 
     def enter(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
-        """Begins a phase; what is still held of the last one is checked against the contract of that one.
+        """Begins a phase. All that is held is checked against the contract of the one that ends, and what engines said last
+        that they hold against that of the one that begins: they were told to let go before.
 
         The same phase again (a retried call) gives the same answer.
         """
         if (run, iteration, phase) == (self.run, self.iteration, self.phase):
             return self.violations
-        self.violations = tuple(check(self.phase, self._holdings()))
+        self.violations = (*check(self.phase, self._holdings()), *check(phase, self._reported_holdings()))
         if run and run != self.run:
             self.peaks.clear()
         self.run, self.iteration, self.phase = run or self.run, iteration, phase
@@ -128,6 +129,9 @@ class LedgerBook:
     def _holdings(self) -> Iterable[Holding]:
         for (object_class, role, device), account in self.accounts.items():
             yield Holding(object_class, role, device, slab_residency(object_class, device), account.size_bytes)
+        yield from self._reported_holdings()
+
+    def _reported_holdings(self) -> Iterator[Holding]:
         for entry in self._reported():
             yield Holding(entry.object_class, entry.role, entry.device, Residency(entry.residency), entry.size_bytes)
 

@@ -68,7 +68,8 @@ class Mesh:
         return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
 
     async def enter_phase(self, run: str, iteration: int, phase: Phase) -> None:
-        """Declares a phase. Raises InternalError when the one that ended left bytes that the contract forbids."""
+        """Declares a phase. Raises InternalError for bytes that the contract forbids in the one that ended, or that an
+        engine still has and may not have in this one."""
         violations = await self.broker(lambda session: session.enter_phase(run, iteration, phase))
         self.phase = phase
         if violations:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
+from rollplex.core.errors import BadInput
 from rollplex.core.topology import Topology
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
+SUFFIX_MODES = ("keep", "recompute")
+ENGINE_ROLES = ("trainer", "reference", "rollout")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -149,6 +152,9 @@ class RunConfig:
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
     inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    suffix_activations: str = "keep"
+    """What a suffix forward leaves for its backward: `keep` (every activation) or `recompute` (layer inputs). The gradients are
+    the same to the last bit."""
     replay: str = ""
     """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
     rollout generates nothing. Options that are not given are those of the recorded run."""
@@ -165,6 +171,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("saved_activations", self.saved_activations, SAVED_MODES)
+        _one_of("suffix_activations", self.suffix_activations, SUFFIX_MODES)
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
@@ -218,6 +225,29 @@ class MeshSection:
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        """Raises BadInput: a name that nobody has would leave its service on the default socket without a word."""
+        seen: set[str] = set()
+        for pair in self.addresses:
+            name, _, address = pair.partition("=")
+            wrong = ""
+            if name not in self.services:
+                wrong = f"no service of this mesh is called {name!r}; they are {', '.join(self.services)}"
+            elif not address:
+                wrong = f"{name!r} has no address; write \"{name}=host:port\" or \"{name}=unix:/path\""
+            elif name in seen:
+                wrong = f"{name!r} has two addresses"
+            if wrong:
+                raise BadInput(f"mesh.addresses: {wrong}", reason="BAD_CONFIG", key="mesh.addresses", service=name)
+            seen.add(name)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Every name that has an address."""
+        engines = (f"{role}-{index}" for role in ENGINE_ROLES for index in range(self.ranks(role)))
+        return ("broker", *engines, "reward", "coordinator")
 
     @property
     def topology(self) -> Topology:

@@ -266,7 +266,8 @@ class TrainerEngine:
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens,
+                            self._config.suffix_activations)
 
     def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
         for group in groups:
