@@ -7,6 +7,8 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, layout_hash
+from rollplex.engine.mps_link import hold_daemon
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
 from rollplex.model import (
@@ -43,7 +45,7 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
-                           suffix_tokens=config.reference.suffix_tokens)
+                           suffix_tokens=config.reference.suffix_tokens, prefix_stream=open_prefix_stream(mesh, rank))
 
 
 def serve_forever(config: ReferenceConfig, rank: int) -> None:
@@ -52,6 +54,7 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
     if not 0 <= rank < size:
         raise BadInput(f"rank {rank} of {size}: [mesh] reference_tensor_parallel says how many there are")
     configure_logging(name)
+    hold_daemon(config.mesh)
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,

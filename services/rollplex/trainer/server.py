@@ -7,6 +7,8 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader
+from rollplex.engine.mps_link import hold_daemon
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
 from rollplex.model import (
@@ -46,7 +48,7 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
                                 timeout_s=config.mesh.collective_timeout_s)
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         check_hashes=section.check_hashes)
+                         check_hashes=section.check_hashes, prefix_stream=open_prefix_stream(config.mesh, rank))
 
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:
@@ -55,6 +57,7 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
     if not 0 <= rank < size:
         raise BadInput(f"rank {rank} of {size}: [mesh] train_tensor_parallel says how many there are")
     configure_logging(name)
+    hold_daemon(config.mesh)
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
