@@ -53,6 +53,7 @@ class MpsService:
         try:
             self._daemon.start(START_TIMEOUT_S)
             self._daemon.start_server(START_TIMEOUT_S)
+            self._look()
             with listen(self._path) as listener, _pidfd(self._daemon.pid) as died:
                 log.info("serving: daemon %d", self._daemon.pid)
                 self._watch(listener, died)

@@ -7,7 +7,6 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, layout_hash
-from rollplex.engine.mps_link import hold_daemon
 from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
@@ -54,7 +53,6 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
     if not 0 <= rank < size:
         raise BadInput(f"rank {rank} of {size}: [mesh] reference_tensor_parallel says how many there are")
     configure_logging(name)
-    hold_daemon(config.mesh)
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,

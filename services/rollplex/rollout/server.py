@@ -9,7 +9,6 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine.mps_link import hold_daemon
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.host_driver import HostDriver
@@ -97,7 +96,6 @@ def serve_forever(config: RolloutConfig, replica: int) -> None:
     """Blocks until SIGTERM."""
     name = process_name(replica, 0)
     configure_logging(name)
-    hold_daemon(config.mesh)
 
     def build() -> RolloutEngine:
         if config.rollout.engine == "torch" and config.mesh.rollout_tensor_parallel == 1:
