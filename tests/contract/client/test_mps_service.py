@@ -22,7 +22,6 @@ from rollplex.core.strict import to_plain, to_toml
 from rollplex.rpc.mps_link import EXIT_STATUS, hold_daemon
 from rollplex_client.cli import mesh as mesh_module
 from rollplex_client.cli.mps_control import ControlDaemon, find_control
-from rollplex_client.cli.programs import programs, supervisor_config
 from rollplex_client.cli.settings import parse_settings
 from rollplex_client.cli.supervision import listener_pid
 
@@ -237,40 +236,9 @@ def test_a_control_command_that_hangs_is_given_up(tmp_path):
     daemon.stop(1.0)
 
 
-def sections(settings) -> dict[str, dict[str, str]]:
-    """supervisord.conf by section."""
-    found: dict[str, dict[str, str]] = {}
-    for line in supervisor_config(settings).splitlines():
-        if line.startswith("["):
-            current = found.setdefault(line.strip("[]"), {})
-        elif line:
-            current[line.partition("=")[0]] = line.partition("=")[2]
-    return found
-
-
-def test_the_supervisor_sets_each_roles_environment(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    config = sections(parse_settings({"mesh": {"runtime_dir": "/run/m", "devices": "cuda", "sharing": "thread-cap",
-                                               "prefix_sm_percent": 60}}))
-    pipe = 'CUDA_MPS_PIPE_DIRECTORY="/run/m/mps"'
-    for name, expected in {
-            "trainer-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="60"', 'OMP_NUM_THREADS="5"'),
-            "reference-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="60"'),
-            "rollout-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="0"')}.items():
-        variables = config[f"program:{name}"]["environment"].split(",")
-        assert set(expected) <= set(variables), name
-        assert sum("CUDA_MPS" in variable for variable in variables) == len([x for x in expected if "CUDA_MPS" in x]), name
-    for name in ("broker", "coordinator", "mps"):
-        assert "CUDA_MPS" not in config[f"program:{name}"]["environment"], name
-    # Engines stop before the daemon does: the groups stop one after the other, the highest priority first.
-    assert config["group:custody"]["programs"] == "keeper,broker,mps"
-    assert int(config["group:custody"]["priority"]) < int(config["group:work"]["priority"])
-
-
-@pytest.mark.parametrize("values", [{"devices": "host"}, {"devices": "cuda", "sharing": "time-slice"}])
-def test_no_daemon_where_none_is_needed(values):
-    settings = parse_settings({"mesh": {"runtime_dir": "/run/m"} | values})
-    assert "mps" not in [program.name for program in programs(settings)]
-    has_directory = "CUDA_MPS_PIPE_DIRECTORY" in sections(settings)["program:trainer-0"]["environment"]
-    # With a directory that holds no daemon, one of the machine's is not joined by accident.
-    assert has_directory == (values["devices"] == "cuda")
+def test_status_sees_a_daemon_that_lives(mesh):
+    probe = mesh_module.HealthProbe(parse_settings({"mesh": to_plain(mesh)}))
+    with service(mesh):
+        assert probe.ask()["mps"] == "SERVING"
+    assert probe.ask()["mps"] == "UNREACHABLE"
+    probe.close()

@@ -57,8 +57,8 @@ class FakeDriver(ModuleType):
         if name == "cuDevSmResourceSplitByCount":
             return [sms(arguments[3])], 1, sms(0)
         return {"cuDeviceGet": ("device",), "cuDeviceGetDevResource": (sms(132),), "cuDevResourceGenerateDesc": ("desc",),
-                "cuGreenCtxCreate": ("green",), "cuGreenCtxStreamCreate": (77,), "cuCtxFromGreenCtx": ("context",), "cuCtxPopCurrent": ("context",),
-                "cuEventCreate": ("event",)}.get(name, ())
+                "cuGreenCtxCreate": ("green",), "cuGreenCtxStreamCreate": (77,), "cuCtxFromGreenCtx": ("context",),
+                "cuCtxPopCurrent": ("context",), "cuEventCreate": ("event",)}.get(name, ())
 
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
