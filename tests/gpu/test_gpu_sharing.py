@@ -38,12 +38,13 @@ from rollplex.rpc.mps_link import hold_daemon
 mesh = parse(MeshSection, read_toml(Path(sys.argv[1]))["mesh"])
 hold_daemon(mesh)
 import torch
-from rollplex.engine.prefix_stream import open_prefix_stream
 a = torch.randn(512, 512, device="cuda", dtype=torch.float64, generator=torch.Generator("cuda").manual_seed(0))
-stream = open_prefix_stream(mesh, 0)
-if stream is None:
+stream = None
+if mesh.prefix_stream_percent is None:
     b = a @ a
 else:
+    from rollplex.engine.prefix_stream import open_prefix_stream
+    stream = open_prefix_stream(mesh, 0)
     with stream():
         b = a @ a
 error = float((b.cpu() - a.cpu() @ a.cpu()).abs().max())
@@ -97,6 +98,16 @@ def test_torch_records_events_on_the_capped_stream(stream):
         event.record()
     torch.cuda.current_stream().wait_event(event)
     a.record_stream(torch.cuda.current_stream())
+    assert float(a.sum()) == 1 << 20
+
+
+def test_a_kernel_of_the_primary_context_runs_on_it(stream):
+    """As Triton launches: a function of a module that was loaded in the primary context, through the driver's API."""
+    source = 'extern "C" __global__ void count(float* p) { p[blockIdx.x * blockDim.x + threadIdx.x] += 1.0f; }'
+    kernel = torch.cuda._compile_kernel(source, "count")
+    a = torch.zeros(1 << 20, device="cuda")
+    with stream():
+        kernel(grid=(4096, 1, 1), block=(256, 1, 1), args=(a,))
     assert float(a.sum()) == 1 << 20
 
 
