@@ -29,7 +29,6 @@ from tiny_trainer import DictBroker, tiny_config  # noqa: E402
 
 from rollplex.core.chunks import split_chunks  # noqa: E402
 from rollplex.core.ids import actor_slab  # noqa: E402
-from rollplex.core.topology import device_name  # noqa: E402
 from rollplex.model import ActorLayout, ModelConfig  # noqa: E402
 from rollplex.model.config import _from_hf  # noqa: E402
 from rollplex.trainer.actor_slabs import ActorSlabs  # noqa: E402
@@ -55,12 +54,12 @@ class Ranks:
     def __init__(self, config: ModelConfig, train_tp: int, rollout_tp: int) -> None:
         self.layout = layout = ActorLayout.build(config, rollout_tp, DTYPE, train_tp)
         broker = DictBroker()
-        for device in map(device_name, range(train_tp)):
+        for device in map(layout.topology.device_name, range(train_tp)):
             broker.create(actor_slab("bench", device), object_class="actor_snapshot", device=device,
                           size_bytes=layout.size_bytes, run="bench")
         self.counts = [(name, torch.Size(shard.shape).numel()) for name, shard in layout.shards.items()]
         self.chunks = split_chunks(self.counts, CHUNK_ELEMENTS)
-        self.slabs = [ActorSlabs(broker, broker.driver, layout, rank) for rank in range(train_tp)]
+        self.slabs = [ActorSlabs(broker, layout, layout.topology, rank) for rank in range(train_tp)]
         self.targets = []
         for slabs in self.slabs:
             slabs.open("bench")

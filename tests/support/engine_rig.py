@@ -21,10 +21,9 @@ import torch
 from rollplex.core import ids, work
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import RollplexError, Unavailable
-from rollplex.core.topology import Topology, device_name
+from rollplex.core.topology import Topology
 from rollplex.engine.actor import ActorMapping
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import ActorLayout, load_into, read_model_config
 from rollplex.rpc.channel import sync_channel
 from rollplex.rpc.convert import from_proto
@@ -171,18 +170,19 @@ class Actor:
         whole = ActorLayout.build(config, 1, dtype)
         self.views = whole.training_views(whole.views(torch.zeros(whole.size_bytes, dtype=torch.uint8)))
         load_into(checkpoint, config, self.views)
-        self.slabs = [ids.actor_slab(RUN, device_name(index)) for index in range(self.topology.device_count)]
+        self.slabs = [ids.actor_slab(RUN, self.topology.device_name(index)) for index in range(self.topology.device_count)]
         self.mappings = []
         for index, slab in enumerate(self.slabs):
-            session.create(slab, object_class="actor_snapshot", device=device_name(index), size_bytes=self.layout.size_bytes,
+            session.create(slab, object_class="actor_snapshot", device=self.topology.device_name(index),
+                           size_bytes=self.layout.size_bytes,
                            run=RUN)
-            self.mappings.append(ActorMapping(session, HostDriver(), self.layout, device_name(index)))
+            self.mappings.append(ActorMapping(session, self.layout, self.topology.device_name(index)))
             self.mappings[-1].open(slab)
         self.inodes = [mapping.bind_for_update(None) for mapping in self.mappings]
         self._write()
         devices = self.topology.replica_devices(replica)
         self.slab, self.inode = self.slabs[devices[0]], self.inodes[devices[0]]
-        self.inodes_of_replica = {device_name(device): self.inodes[device] for device in devices}
+        self.inodes_of_replica = {self.topology.device_name(device): self.inodes[device] for device in devices}
         session.register_snapshot(RUN, self.slabs, 0)
 
     def publish(self, change: Callable[[dict[str, torch.Tensor]], None]) -> int:

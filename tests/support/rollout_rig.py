@@ -16,7 +16,6 @@ from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.topology import Topology
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import pack_responses, prefix_forward, suffix_forward, token_logprobs
 from rollplex.rpc.convert import to_proto
 from rollplex.v1 import rollout_service_pb2, rollout_service_pb2_grpc, types_pb2
@@ -38,7 +37,7 @@ def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = 
         oracle = frozen_model(checkpoint)
         yield SimpleNamespace(
             section=section, checkpoint=checkpoint, session=session, loop=loop, actor=actor, oracle=oracle,
-            model=ModelSection(checkpoint=checkpoint), reader=PromptReader(session, HostDriver(), processor, oracle.config),
+            model=ModelSection(checkpoint=checkpoint), reader=PromptReader(session, processor, oracle.config),
             prompts=PromptMaker(processor, actor.depositor()))
         actor.close()
 

@@ -24,7 +24,6 @@ from rollplex.coordinator.server import build
 from rollplex.core import work
 from rollplex.core.config import MeshSection, ModelSection, RunConfig
 from rollplex.core.ids import actor_slab
-from rollplex.core.topology import device_name
 from rollplex.data.rows import PromptRow
 from rollplex.memory.client import BrokerSession
 from rollplex.reference.servicer import add_reference
@@ -84,7 +83,7 @@ class Stub:
         if self.role == "trainer" and not attach:
             self.session = self.session or BrokerSession.connect(
                 self.mesh.address("broker"), self.mesh.handle_socket, process=f"trainer-{self.rank}", role="trainer")
-            device = device_name(self.rank)
+            device = f"host:{self.rank}"
             slab = actor_slab(run, device)
             self.session.create(slab, object_class="actor_snapshot", device=device, size_bytes=ACTOR_BYTES, run=run)
         return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
@@ -92,7 +91,7 @@ class Stub:
     def bind_snapshot(self, context, snapshot) -> work.BindResult:
         self._enter("bind_snapshot", context)
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, 1, {device_name(device): 7 + device for device in self.devices})
+        return work.BindResult(snapshot, 1, {f"host:{device}": 7 + device for device in self.devices})
 
     def quiesce(self, context, leave_snapshot) -> work.QuiesceResult:
         self._enter("leave_snapshot" if leave_snapshot else "quiesce", context)

@@ -17,7 +17,7 @@ from rollplex.core.config import LossConfig, OptimizerConfig, RunConfig, Samplin
 from rollplex.core.errors import NotFound, WrongState
 from rollplex.core.leases import LeaseMode
 from rollplex.engine import Communicator
-from rollplex.memory.host_driver import HostDriver, sealed_memfd
+from rollplex.memory.host_driver import sealed_memfd
 from rollplex.memory.slab import Slab
 from rollplex.model import PromptInputs, VisionLanguageModel, read_model_config
 from rollplex.trainer.actor_slabs import ActorSlabs
@@ -75,7 +75,6 @@ class DictBroker:
     """Slabs by name; what a BrokerSession offers a trainer, without leases that conflict."""
 
     slabs: dict[str, tuple[Slab, int]] = field(default_factory=dict)
-    driver: HostDriver = field(default_factory=HostDriver)
     reported: tuple[work.ResidencyEntry, ...] = ()
 
     def create(self, name, *, object_class, device="host", size_bytes, run=""):
@@ -143,7 +142,7 @@ def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, **opti
     """As a new process would have it. Needs a tensor-parallel group."""
     config = read_model_config(checkpoint)
     model = VisionLanguageModel(config, dtype)
-    actor = ActorSlabs(broker, broker.driver, model.layout, 0)
+    actor = ActorSlabs(broker, model.layout, model.layout.topology, 0)
     alone = Communicator("trainer", 0, 1, Path(), timeout_s=1.0)
     return TrainerEngine(broker, TextReader(config), model, actor, checkpoint, alone, logprob_chunk_tokens=7,
                          offload_pool_bytes=1 << 20, **options)

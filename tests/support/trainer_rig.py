@@ -15,7 +15,6 @@ from rollplex.core import ids, work
 from rollplex.core.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.leases import LeaseMode
 from rollplex.core.strict import to_plain
-from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession
 from rollplex.rpc.convert import to_proto
 from rollplex.rpc.status import error_from_rpc
@@ -66,7 +65,7 @@ class TrainerClient(EngineClient):
     def __init__(self, address: str, session: BrokerSession, run: str, rank: int = 0) -> None:
         super().__init__(address)
         self.trainer = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
-        self.session, self.run, self.slab = session, run, ids.actor_slab(run, device_name(rank))
+        self.session, self.run, self.slab = session, run, ids.actor_slab(run, f"host:{rank}")
 
     def start(self, method, message, *, snapshot=0, iteration=0, timeout_s=60.0, **fields) -> str:
         self._sequence += 1

@@ -19,6 +19,7 @@ from rollplex.core.errors import BadInput, NotFound, OutOfMemory, WrongState
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
+from rollplex.core.topology import is_host
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import Ledger, Slab, SnapshotInfo
 
@@ -95,7 +96,7 @@ class Custody:
         check_announced(slab)
         self.expire_tickets()
         taken = self.slabs.host_bytes
-        if self.host_limit_bytes and taken + slab.size_bytes > self.host_limit_bytes:
+        if is_host(slab.device) and self.host_limit_bytes and taken + slab.size_bytes > self.host_limit_bytes:
             raise OutOfMemory(
                 f"{slab.size_bytes:,} bytes for slab {slab.name} do not fit: {taken:,} of {self.host_limit_bytes:,} host "
                 f"bytes are taken\n{self.ledger.table()}", reason="OUT_OF_HOST_MEMORY", size_bytes=slab.size_bytes,

@@ -1,15 +1,16 @@
-"""The slabs in custody: descriptors, never mappings. `announce`, `accept` and `remove` keep the host limit."""
+"""The slabs in custody: descriptors, never mappings. `announce`, `accept` and `remove` keep the account of their bytes."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound
 from rollplex.core.residency import CONTRACT
-from rollplex.core.topology import is_host
+from rollplex.core.topology import is_cuda, is_host
 from rollplex.memory.slab import Slab
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -25,8 +26,8 @@ def check_announced(slab: Slab) -> None:
     if slab.object_class not in CONTRACT:
         raise BadInput(f"object class {slab.object_class!r} is none of {', '.join(CONTRACT)}",
                        reason="BAD_OBJECT_CLASS")
-    if not is_host(slab.device):
-        raise BadInput(f"slab {slab.name} on device {slab.device!r}: this broker has the host driver only",
+    if not (is_host(slab.device) or is_cuda(slab.device)):
+        raise BadInput(f"slab {slab.name} on device {slab.device!r}, which is neither host, host:N nor cuda:N",
                        reason="NO_DRIVER", device=slab.device)
     if slab.size_bytes < 1:
         raise BadInput(f"slab {slab.name} of {slab.size_bytes} bytes; it must have at least 1", reason="BAD_SLAB_SIZE")
@@ -54,14 +55,30 @@ def check_memfd(slab: Slab, fd: int) -> int:
     return stat.st_ino
 
 
+def check_cuda_fd(slab: Slab, fd: int) -> None:
+    """What an exported CUDA allocation shows of itself: a descriptor of the driver's. Its size is known to whoever maps it.
+
+    Raises BadInput for anything else.
+    """
+    target = str(Path(f"/proc/self/fd/{fd}").readlink())
+    if not target.startswith(("/dev/nvidia", "anon_inode:")):
+        raise BadInput(f"slab {slab.name}: the descriptor is no CUDA allocation but {target.partition(':')[0]}",
+                       reason="BAD_DESCRIPTOR", slab=slab.name)
+
+
 @dataclass(slots=True)
 class SlabStore:
     fds: dict[str, int] = field(default_factory=dict)
     by_name: dict[str, Slab] = field(default_factory=dict)
     announced: dict[str, Slab] = field(default_factory=dict)
     generation: int = 0
-    host_bytes: int = 0
-    """Of all slabs, announced ones included."""
+    device_bytes: Counter[str] = field(default_factory=Counter)
+    """By device: of all slabs, announced ones included."""
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, whatever host device it belongs to."""
+        return sum(size for device, size in self.device_bytes.items() if is_host(device))
 
     def get(self, name: str) -> Slab:
         slab = self.by_name.get(name)
@@ -73,19 +90,20 @@ class SlabStore:
         if slab.name in self.by_name or slab.name in self.announced:
             raise AlreadyExists(f"slab {slab.name} exists", reason="SLAB_EXISTS", slab=slab.name)
         self.announced[slab.name] = slab
-        self.host_bytes += slab.size_bytes
+        self.device_bytes[slab.device] += slab.size_bytes
 
     def retract(self, name: str) -> None:
         """Forgets an announcement whose descriptor will not come. Idempotent."""
         slab = self.announced.pop(name, None)
         if slab is not None:
-            self.host_bytes -= slab.size_bytes
+            self.device_bytes[slab.device] -= slab.size_bytes
 
     def stamp(self, name: str, fd: int) -> Slab:
         """The announced slab as it will be, checked against its descriptor. Nothing changes but the generation."""
         slab = self.announced[name]
-        inode = check_memfd(slab, fd)
+        identity = self._identify(slab, fd)
         self.generation += 1
+        inode = self.generation if identity is None else identity
         return replace(slab, inode=inode, generation=self.generation)
 
     def accept(self, slab: Slab, fd: int) -> None:
@@ -97,7 +115,8 @@ class SlabStore:
     def restore(self, slab: Slab, fd: int) -> None:
         """Takes back what the keeper kept. Raises DataLoss when the descriptor is not the slab that it is said to be."""
         try:
-            inode = check_memfd(slab, fd)
+            identity = self._identify(slab, fd)
+            inode = slab.generation if identity is None else identity
         except BadInput as error:
             raise DataLoss(f"the keeper's descriptor is not the slab: {error}", reason="KEEPER_MISMATCH") from error
         if inode != slab.inode or slab.generation < 1:
@@ -109,15 +128,23 @@ class SlabStore:
 
     def open_for(self, name: str, *, writable: bool) -> int:
         """A new descriptor for a lease holder, read-only unless `writable`; the caller closes it."""
-        if writable:
+        # A GPU's descriptor has no read-only form; the reader's mapping is read-only instead.
+        if writable or is_cuda(self.by_name[name].device):
             return fcntl.fcntl(self.fds[name], fcntl.F_DUPFD_CLOEXEC, 0)
         return os.open(f"/proc/self/fd/{self.fds[name]}", os.O_RDONLY | os.O_CLOEXEC)
 
     def remove(self, name: str) -> Slab:
         slab = self.by_name.pop(name)
         os.close(self.fds.pop(name))
-        self.host_bytes -= slab.size_bytes
+        self.device_bytes[slab.device] -= slab.size_bytes
         return slab
+
+    def _identify(self, slab: Slab, fd: int) -> int | None:
+        """The inode; None for CUDA allocations, whose descriptors have none: their generation stands for it."""
+        if is_host(slab.device):
+            return check_memfd(slab, fd)
+        check_cuda_fd(slab, fd)
+        return None
 
     def close(self) -> None:
         for fd in self.fds.values():

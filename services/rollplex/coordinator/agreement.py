@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rollplex.core.errors import InternalError
-from rollplex.core.topology import Topology, device_name
+from rollplex.core.topology import Topology
 from rollplex.core.work import BindResult, GradientResult, SuffixResult
 
 
@@ -41,9 +41,9 @@ def check_one_actor(topology: Topology, bound: Mapping[str, BindResult]) -> None
 def _devices_of(topology: Topology, service: str) -> list[str] | None:
     role, _, number = service.rpartition("-")
     if role == "trainer":
-        return [device_name(int(number))]
+        return [topology.device_name(int(number))]
     if role == "rollout":
-        return [device_name(device) for device in topology.replica_devices(int(number))]
+        return [topology.device_name(device) for device in topology.replica_devices(int(number))]
     return None
 
 

@@ -16,7 +16,6 @@ from rollplex.core.config import MeshSection
 from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.ids import actor_slab
 from rollplex.core.phases import Phase
-from rollplex.core.topology import device_name
 from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
@@ -115,7 +114,7 @@ class Mesh:
 
     async def _register_snapshot(self, run: Run) -> None:
         """Every device's slab is part of the actor: a snapshot is visible whole or not at all."""
-        slabs = [actor_slab(run.name, device_name(device)) for device in range(self.topology.train_tp)]
+        slabs = [actor_slab(run.name, self.topology.device_name(device)) for device in range(self.topology.train_tp)]
         await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
 
     async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:

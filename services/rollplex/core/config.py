@@ -206,6 +206,8 @@ class MeshSection:
     own_replicas: int = 0
     """Rollout replicas on devices of their own, each with a copy of the snapshot, for schedule `disaggregated`; 0: rollout
     shares the trainer's devices."""
+    devices: str = "host"
+    """`host`: every device is a slab set in host memory, and engines compute on the CPU; `cuda`: device g is GPU g."""
     rendezvous: Path | None = None
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
@@ -234,7 +236,8 @@ class MeshSection:
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas)
+        return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas,
+                        self.devices)
 
     @property
     def policy(self) -> Policy | None:

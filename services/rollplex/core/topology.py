@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from rollplex.core.errors import BadInput
 
+DEVICE_KINDS = ("host", "cuda")
+
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -22,6 +24,8 @@ class Topology:
     rollout_tp: int = 1
     own_replicas: int = 0
     """Rollout replicas on devices of their own; 0: they share the trainer's."""
+    device_kind: str = "host"
+    """`host`: a device is a slab set in host memory, computed on by the CPU; `cuda`: a GPU."""
 
     def __post_init__(self) -> None:
         if self.train_tp < 1 or self.rollout_tp < 1 or self.train_tp % self.rollout_tp:
@@ -30,6 +34,9 @@ class Topology:
                            train_tp=self.train_tp, rollout_tp=self.rollout_tp)
         if self.own_replicas < 0:
             raise BadInput(f"{self.own_replicas} rollout replicas on devices of their own; it must be at least 0",
+                           reason="BAD_TOPOLOGY")
+        if self.device_kind not in DEVICE_KINDS:
+            raise BadInput(f"devices of kind {self.device_kind!r}; it must be one of {', '.join(DEVICE_KINDS)}",
                            reason="BAD_TOPOLOGY")
 
     @property
@@ -71,12 +78,20 @@ class Topology:
         own copies from. The q holders of a shard are taken in turn."""
         return tuple(shard * self.q + replica % self.q for shard in range(self.rollout_tp))
 
-
-def device_name(index: int) -> str:
-    """Name of a host device: one slab set."""
-    return f"host:{index}"
+    def device_name(self, index: int) -> str:
+        """"host:0", "cuda:1", ...: a slab set, and what computes on it."""
+        return f"{self.device_kind}:{index}"
 
 
 def is_host(device: str) -> bool:
     """Whether the host driver serves it: plain host memory, or a host device."""
     return device == "host" or device.startswith("host:") and device[5:].isdecimal()
+
+
+def is_cuda(device: str) -> bool:
+    return device.startswith("cuda:") and device[5:].isdecimal()
+
+
+def torch_device(device: str) -> str:
+    """Where tensors over a device's slabs lie, as torch names it."""
+    return device if is_cuda(device) else "cpu"

@@ -7,7 +7,7 @@ import torch
 from rollplex.core.errors import WrongState
 from rollplex.core.leases import LeaseMode
 from rollplex.memory.client import BrokerSession, SlabLease
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ActorLayout
 
@@ -15,13 +15,13 @@ from rollplex.model import ActorLayout
 class ActorMapping:
     """One device's actor slab. `bind` (or `bind_for_update`) and `unbind` are the pair; owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, device: str) -> None:
-        """`device`: core.topology.device_name of the device whose slab this engine maps."""
+    def __init__(self, session: BrokerSession, layout: ActorLayout, device: str) -> None:
+        """`device`: Topology.device_name of the device whose slab this engine maps."""
         self.layout, self.device = layout, device
         self.slab = ""
         """Name of the opened slab; empty before `open`."""
         self._session = session
-        self._mapped = MappedSlab(driver, layout.size_bytes)
+        self._mapped = MappedSlab(driver_of(device), layout.size_bytes)
         self._lease: SlabLease | None = None
         self._views = {name: self._mapped.tensor(place) for name, place in layout.placements("").items()}
 

@@ -14,18 +14,16 @@ from rollplex.core.placement import contiguous_strides
 from rollplex.data.media import MediaItem
 from rollplex.data.processor import PromptProcessor
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ModelConfig, PromptInputs
 
 
 class PromptReader:
-    """Every engine's way to a prompt. `driver` is the host's: media slabs are host memory. Owner thread only."""
+    """Every engine's way to a prompt; media slabs are host memory. Owner thread only."""
 
-    def __init__(
-        self, session: BrokerSession, driver: Driver, processor: PromptProcessor, model_config: ModelConfig
-    ) -> None:
-        self._session, self._driver = session, driver
+    def __init__(self, session: BrokerSession, processor: PromptProcessor, model_config: ModelConfig) -> None:
+        self._session = session
         self._processor, self._config = processor, model_config
 
     def read(self, group: work.PreparedGroup) -> PromptInputs:
@@ -67,7 +65,7 @@ class PromptReader:
         if len(slabs) != 1:
             raise BadInput(f"the prompt's media lie in {len(slabs)} slabs: {sorted(slabs)}", reason="BAD_MEDIA")
         with self._session.lease(slabs.pop(), LeaseMode.READ) as lease:
-            mapped = MappedSlab(self._driver, lease.slab.size_bytes)
+            mapped = MappedSlab(driver_of(lease.slab.device), lease.slab.size_bytes)
             try:
                 mapped.bind(lease)
                 yield [mapped.tensor(item.frames).numpy() for item in media]

@@ -18,10 +18,10 @@ import grpc
 from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, Unavailable
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
+from rollplex.core.topology import is_host
 from rollplex.core.work import ResidencyEntry
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.handle_connection import HandleConnection
-from rollplex.memory.host_driver import HostDriver
 from rollplex.memory.lease import SlabLease
 from rollplex.memory.slab import Ledger, LedgerRow, Slab, SnapshotInfo
 from rollplex.rpc.channel import sync_channel
@@ -44,9 +44,8 @@ _RETRY_S = 1.0
 class BrokerSession:
     """A process's connection to the broker. Made by `connect`; `close` ends it."""
 
-    def __init__(self, address: str, handle_socket: Path, process: str, role: str, timeout_s: float,
-                 driver: Driver) -> None:
-        self.process, self.role, self.driver = process, role, driver
+    def __init__(self, address: str, handle_socket: Path, process: str, role: str, timeout_s: float) -> None:
+        self.process, self.role = process, role
         self.generation = 0
         """Connections so far."""
         self._address, self._handle_socket, self._timeout_s = address, handle_socket, timeout_s
@@ -63,11 +62,11 @@ class BrokerSession:
         self._watcher = threading.Thread(target=self._watch, name=f"{process}-broker-watch", daemon=True)
 
     @classmethod
-    def connect(cls, address: str, handle_socket: Path, *, process: str, role: str, timeout_s: float = 10.0,
-                driver: Driver | None = None) -> BrokerSession:
+    def connect(cls, address: str, handle_socket: Path, *, process: str, role: str,
+                timeout_s: float = 10.0) -> BrokerSession:
         """Waits up to `timeout_s` for a broker. Raises Unavailable without one, Aborted (PROCESS_NAME_IN_USE) while
         another live process has the name."""
-        session = cls(address, handle_socket, process, role, timeout_s, driver or HostDriver())
+        session = cls(address, handle_socket, process, role, timeout_s)
         try:
             session._call(lambda connection: None)
         except BaseException:
@@ -78,15 +77,21 @@ class BrokerSession:
 
     def create(self, name: str, *, object_class: str, device: str = "host", size_bytes: int, run: str = "") -> Slab:
         """A new zero-filled slab in the broker's custody. Raises AlreadyExists, or OutOfMemory with the ledger's table."""
-        handle = self.driver.create(size_bytes, name)
+        driver = driver_of(device)
+        handle = driver.create(size_bytes, name)
         try:
-            return self.deposit(name, handle.fd, object_class=object_class, device=device, run=run, size_bytes=size_bytes)
+            fd = driver.export(handle)
+            try:
+                return self.deposit(name, fd, object_class=object_class, device=device, run=run, size_bytes=size_bytes)
+            finally:
+                os.close(fd)
         finally:
-            self.driver.release(handle)
+            driver.release(handle)
 
     def deposit(self, name: str, fd: int, *, object_class: str, device: str = "host", run: str = "",
                 size_bytes: int | None = None) -> Slab:
-        """Gives memory made elsewhere into custody; `fd` (a memfd sealed against resizing) stays the caller's."""
+        """Gives memory made elsewhere into custody; `fd` stays the caller's: a memfd sealed against resizing, or what the CUDA
+        driver exported, whose size must be said."""
         size = os.fstat(fd).st_size if size_bytes is None else size_bytes
         slab = pb.Slab(name=name, object_class=object_class, role=self.role, device=device, size_bytes=size, run=run)
         attempts = 0
@@ -102,7 +107,7 @@ class BrokerSession:
                 kept = next((found for found in self.list_slabs(name) if found.name == name), None)
                 if kept is None and attempts > 1:
                     raise Unavailable(f"slab {name} is still on its way to the keeper") from None
-                if kept is None or kept.inode != os.fstat(fd).st_ino:
+                if kept is None or attempts == 1 or not self._is_ours(kept, slab, fd):
                     raise
                 return kept
 
@@ -216,6 +221,13 @@ class BrokerSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _is_ours(self, kept: Slab, announced: pb.Slab, fd: int) -> bool:
+        """Whether a slab at the broker is what this process deposited a moment ago."""
+        if is_host(kept.device):
+            return kept.inode == os.fstat(fd).st_ino
+        # A GPU's descriptors have no identity; a name is this role's own.
+        return (kept.role, kept.device, kept.size_bytes) == (announced.role, announced.device, announced.size_bytes)
 
     def _ask(self, method: Callable[..., Any], request: Callable[[str], Any]) -> Any:
         """One RPC whose request is made from the session's secret."""

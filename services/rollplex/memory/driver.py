@@ -23,8 +23,8 @@ class Reservation:
 class Handle:
     """Physical memory, in this process's hands until released."""
 
-    fd: int
-    """Owned by the handle."""
+    number: int
+    """Owned by the handle: a file descriptor on the host, an allocation handle with CUDA."""
     size_bytes: int
     """Exact; a mapping covers it rounded up to the granularity."""
 

@@ -66,7 +66,7 @@ class HostDriver:
         return Handle(sealed_memfd(name, size_bytes), size_bytes)
 
     def export(self, handle: Handle) -> int:
-        return fcntl.fcntl(handle.fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        return fcntl.fcntl(handle.number, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def import_fd(self, fd: int, size_bytes: int) -> Handle:
         found = os.fstat(fd).st_size
@@ -77,7 +77,7 @@ class HostDriver:
     def map(self, reservation: Reservation, handle: Handle, *, writable: bool, offset_bytes: int = 0) -> None:
         size = self._window(reservation, offset_bytes, handle.size_bytes)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        _mmap(reservation.address + offset_bytes, size, protection, mmap.MAP_SHARED | MAP_FIXED, handle.fd)
+        _mmap(reservation.address + offset_bytes, size, protection, mmap.MAP_SHARED | MAP_FIXED, handle.number)
 
     def map_zeros(self, reservation: Reservation) -> None:
         # Reading anonymous memory that nobody has written maps the kernel's one zero page, again and again.
@@ -92,7 +92,7 @@ class HostDriver:
         _mmap(reservation.address + offset_bytes, size, PROT_NONE, flags)
 
     def release(self, handle: Handle) -> None:
-        os.close(handle.fd)
+        os.close(handle.number)
 
     def _window(self, reservation: Reservation, offset_bytes: int, size_bytes: int) -> int:
         """The size rounded up to pages. MAP_FIXED replaces whatever it covers, so nothing outside may be touched."""

@@ -23,7 +23,7 @@ class MappedSlab:
         self._zeros = False
         self._driver = driver
         self._reservation = driver.reserve(size_bytes)
-        self._base = views.base_tensor(self._reservation.address, size_bytes)
+        self._base = views.reserved_tensor(driver, self._reservation, size_bytes)
 
     @property
     def address(self) -> int:

@@ -13,6 +13,7 @@ from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.memory import views
 from rollplex.memory.client import BrokerSession
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.free_list import FreeList
 from rollplex.memory.lease import SlabLease
 from rollplex.memory.mapping import MappedSlab
@@ -58,7 +59,7 @@ class PinnedPool:
             session.delete(name)
         session.create(name, object_class=POOL_CLASS, size_bytes=size_bytes, run=run)
         lease = session.lease(name, LeaseMode.WRITE)
-        mapped = MappedSlab(session.driver, size_bytes)
+        mapped = MappedSlab(driver_of("host"), size_bytes)
         mapped.bind(lease, writable=True)
         pool = cls(mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8")))
         pool._mapped, pool._lease, pool._delete = mapped, lease, lambda: session.delete(name)

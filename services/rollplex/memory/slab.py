@@ -20,7 +20,7 @@ class Slab:
     generation: int = 0
     """Grows with every deposition at the broker: two slabs of one name differ in it."""
     inode: int = 0
-    """0 before deposit."""
+    """What tells this allocation from every other one: the memfd's inode, or a CUDA slab's generation. 0 before deposit."""
     run: str = ""
     """Empty for slabs that outlive runs."""
 

@@ -7,14 +7,30 @@ import ctypes
 import torch
 
 from rollplex.core.placement import ITEM_BYTES, Placement
+from rollplex.core.topology import is_host, torch_device
+from rollplex.memory.driver import Driver, Reservation
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
-def base_tensor(address: int, size_bytes: int) -> torch.Tensor:
-    """uint8 [size_bytes] over host memory at `address`; reads nothing, owns nothing."""
-    window = (ctypes.c_char * size_bytes).from_address(address)
-    return torch.frombuffer(window, dtype=torch.uint8)
+def reserved_tensor(driver: Driver, reservation: Reservation, size_bytes: int) -> torch.Tensor:
+    """uint8 [size_bytes] over a reservation with nothing behind it, on the driver's device; owns nothing."""
+    if is_host(driver.device):
+        return base_tensor(reservation.address, size_bytes, driver.device)
+    # CUDA tells torch whose memory it is only while there is some.
+    driver.map_zeros(reservation)
+    try:
+        return base_tensor(reservation.address, size_bytes, driver.device)
+    finally:
+        driver.unmap(reservation)
+
+
+def base_tensor(address: int, size_bytes: int, device: str = "host") -> torch.Tensor:
+    """uint8 [size_bytes] over memory at `address`; reads nothing, owns nothing. A GPU's must be mapped meanwhile."""
+    if is_host(device):
+        window = (ctypes.c_char * size_bytes).from_address(address)
+        return torch.frombuffer(window, dtype=torch.uint8)
+    return torch.as_tensor(_CudaArray(address, size_bytes), device=torch_device(device))
 
 
 def tensor(base: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -25,3 +41,10 @@ def tensor(base: torch.Tensor, placement: Placement) -> torch.Tensor:
     item = ITEM_BYTES[placement.dtype]
     whole = base[: base.numel() // item * item].view(DTYPES[placement.dtype])
     return whole.as_strided(placement.shape, placement.strides, placement.offset_bytes // item)
+
+
+class _CudaArray:
+    """Device memory as numba's CUDA array interface, version 2, names it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 2}

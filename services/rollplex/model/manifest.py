@@ -10,7 +10,6 @@ import torch
 
 from rollplex.core.errors import BadInput, DataLoss
 from rollplex.core.placement import Placement
-from rollplex.core.topology import device_name
 from rollplex.model.layout import ActorLayout
 
 IDENTICAL, TRANSPOSED = "identical", "transposed"
@@ -85,5 +84,5 @@ def check_replicas(layout: ActorLayout, hashes_by_device: Collection[Mapping[str
         twin = layout.topology.peers(device)[0]
         differing = [name for name, found in hashes.items() if found != by_device[0 if name in whole else twin][name]]
         if differing:
-            raise DataLoss(f"after the publish {len(differing)} tensors on {device_name(device)} differ from those of "
-                           f"{device_name(twin)}: {', '.join(differing[:5])}", reason="SNAPSHOT_SPLIT", device=device)
+            raise DataLoss(f"after the publish {len(differing)} tensors on device {device} differ from those of "
+                           f"device {twin}: {', '.join(differing[:5])}", reason="SNAPSHOT_SPLIT", device=device)

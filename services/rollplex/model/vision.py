@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLVisionRotaryEmbedding,
 )
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from rollplex.model.transfer import to_device
 
 # transformers hands all windows over at once, with cu_seqlens, only to an implementation whose name contains "flash".
 ATTENTION_NAME = "rollplex_flash_windows"
@@ -48,16 +51,31 @@ def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_b
     def to_windows(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(-1, unit, x.shape[-1])[window_index].reshape(x.shape)
 
-    window_index = window_index.to(pixels.device)
+    grid_order = to_device(torch.argsort(window_index), pixels.device)
+    window_index = to_device(window_index, pixels.device)
     hidden_SW = to_windows(tower.patch_embed(pixels))
-    position_ids = get_vision_position_ids(grid_thw, tower.spatial_merge_size).to(pixels.device)
+    position_ids = to_device(get_vision_position_ids(grid_thw, tower.spatial_merge_size), pixels.device)
     cos_sin = tuple(to_windows(part) for part in tower.rotary_pos_emb(hidden_SW, position_ids))
+    windows, frames = (_Bounds.of(bounds, pixels.device) for bounds in (window_bounds, frame_bounds))
     for index, block in enumerate(tower.blocks):
-        bounds = frame_bounds if index in tower.fullatt_block_indexes else window_bounds
+        bounds = frames if index in tower.fullatt_block_indexes else windows
         hidden_SW = run_block(
-            block, hidden_SW, cu_seqlens=bounds, max_seqlen=int(bounds.diff().max()), position_embeddings=cos_sin
+            block, hidden_SW, cu_seqlens=bounds.offsets, max_seqlen=bounds.longest, position_embeddings=cos_sin
         )
-    return tower.merger(hidden_SW)[torch.argsort(window_index)]
+    return tower.merger(hidden_SW)[grid_order]
+
+
+class _Bounds(NamedTuple):
+    """Windows [offsets[i], offsets[i + 1]) of patches. The longest is known on the host, so that nothing waits for the device."""
+
+    offsets: torch.Tensor
+    """int32 on a GPU, where attention reads them; on the host otherwise."""
+    longest: int
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor, device: torch.device) -> _Bounds:
+        longest = int(offsets.diff().max())
+        return cls(to_device(offsets.to(torch.int32), device) if device.type == "cuda" else offsets, longest)
 
 
 def _window_attention(
@@ -77,8 +95,9 @@ def _window_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
-        bounds = cu_seq_lens_q.to(query.device, torch.int32)
-        return varlen_attn(*packed, bounds, bounds, max_length_q, max_length_q, scale=scaling)[None], None
+        return varlen_attn(*packed, *[cu_seq_lens_q] * 2, max_length_q, max_length_q, scale=scaling)[None], None
+    # float32 on a GPU is for tests: the offsets come back to the host.
+    cu_seq_lens_q = cu_seq_lens_q.cpu()
     lengths = cu_seq_lens_q.diff()
     if bool((lengths == lengths[0]).all()):
         return _equal_windows(query, key, value, int(lengths[0]), scaling), None

@@ -9,7 +9,6 @@ from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, layout_hash
 from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import (
     ActorLayout,
     Seat,
@@ -31,7 +30,7 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
     init_tensor_parallel(0, 1): ranks meet when they join an epoch."""
     torch.set_num_threads(config.reference.threads)
-    checkpoint, driver, mesh = config.model.checkpoint, HostDriver(), config.mesh
+    checkpoint, mesh = config.model.checkpoint, config.mesh
     size, topology = mesh.reference_tensor_parallel, mesh.topology
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
@@ -39,8 +38,8 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
                                     role="reference")
-    weights = ReferenceWeights(session, driver, model_config, model.layout, checkpoint, rank=rank)
-    reader = PromptReader(session, driver, processor, model_config)
+    weights = ReferenceWeights(session, model_config, model.layout, checkpoint, rank=rank)
+    reader = PromptReader(session, processor, model_config)
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),

@@ -15,7 +15,7 @@ from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.memory.client import BrokerSession, SlabLease
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ActorLayout, ModelConfig, load_into
 
@@ -27,7 +27,7 @@ SEAL_BYTES = 32
 class ReferenceWeights:
     """One rank's slab. `open` once; then `mapped` around each use. Owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, config: ModelConfig, layout: ActorLayout,
+    def __init__(self, session: BrokerSession, config: ModelConfig, layout: ActorLayout,
                  checkpoint: Path, *, rank: int = 0, device: str = "host") -> None:
         self.name = f"reference/weights/{device}" + (f"/{rank}" if layout.tp > 1 else "")
         self.size_bytes = layout.size_bytes + SEAL_BYTES
@@ -35,7 +35,7 @@ class ReferenceWeights:
         """Whether `open` read the checkpoint, rather than finding the slab of an earlier process."""
         self._session, self._config, self._layout = session, config, layout
         self._checkpoint, self._rank, self._device = checkpoint, rank, device
-        self._mapped = MappedSlab(driver, self.size_bytes)
+        self._mapped = MappedSlab(driver_of("host"), self.size_bytes)
         self._lease: SlabLease | None = None
         self._rollout_views = {name: self._mapped.tensor(place) for name, place in layout.placements("").items()}
         self._seal = self._mapped.tensor(Placement.contiguous("", layout.size_bytes, (SEAL_BYTES,), "uint8"))

@@ -16,7 +16,7 @@ from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
 from rollplex.core.snapshots import SnapshotState
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 
 OBJECT_CLASS = "actor_snapshot"
@@ -34,8 +34,8 @@ class ShardCopy:
 class SnapshotCopies:
     """`open` a run; then `bring` before each bind. Owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, shards: Sequence[ShardCopy]) -> None:
-        self._session, self._driver, self._shards = session, driver, tuple(shards)
+    def __init__(self, session: BrokerSession, shards: Sequence[ShardCopy]) -> None:
+        self._session, self._shards = session, tuple(shards)
         self._run, self._name = "", ""
 
     def open(self, run: str) -> None:
@@ -95,7 +95,7 @@ class SnapshotCopies:
             with (self._session.lease(actor_slab(self._run, shard.source), LeaseMode.READ, snapshot=snapshot) as source,
                   self._session.lease(name, LeaseMode.WRITE, update_epoch=update_epoch) as target):
                 size_bytes = source.slab.size_bytes
-                mapped = [MappedSlab(self._driver, size_bytes) for _ in range(2)]
+                mapped = [MappedSlab(driver_of(lease.slab.device), size_bytes) for lease in (source, target)]
                 try:
                     mapped[0].bind(source)
                     mapped[1].bind(target, writable=True)

@@ -7,11 +7,9 @@ import importlib.util
 import torch
 
 from rollplex.core.errors import BadInput
-from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import ActorLayout, ModelConfig, init_tensor_parallel, read_model_config
 from rollplex.rollout.config import RolloutConfig
 from rollplex.rollout.copies import ShardCopy, SnapshotCopies
@@ -41,7 +39,7 @@ def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, proces
     workers.start()
     try:
         shard = build_shard(config, replica, 0)
-        reader = PromptReader(shard.session, shard.session.driver, processor, model)
+        reader = PromptReader(shard.session, processor, model)
         ranks = Replica(shard, workers, config.mesh, process_name(replica, 0))
     except BaseException:
         workers.kill()
@@ -55,7 +53,7 @@ def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession)
     if not topology.own_replicas:
         return None
     pairs = zip(topology.source(replica), topology.replica_devices(replica))
-    return SnapshotCopies(session, session.driver, [ShardCopy(device_name(source), device_name(own)) for source, own in pairs])
+    return SnapshotCopies(session, [ShardCopy(topology.device_name(source), topology.device_name(own)) for source, own in pairs])
 
 
 def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor
@@ -71,7 +69,7 @@ def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, process
     torch.set_num_threads(config.rollout.threads)
     session = _connect(config, process_name(replica, 0))
     try:
-        reader = PromptReader(session, session.driver, processor, model)
+        reader = PromptReader(session, processor, model)
         return VllmEngine(session, reader, processor, model, config, replica), session
     except BaseException:
         session.close()
@@ -84,12 +82,11 @@ def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
     model, session = read_model_config(config.model.checkpoint), _connect(config, process_name(replica, rank))
     topology = config.mesh.topology
     layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
-    return RankShard(session, session.driver, model, layout, device_name(topology.replica_devices(replica)[rank]))
+    return RankShard(session, model, layout, topology.device_name(topology.replica_devices(replica)[rank]))
 
 
 def _connect(config: RolloutConfig, process: str) -> BrokerSession:
-    return BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process, role="rollout",
-                                 driver=HostDriver())
+    return BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=process, role="rollout")
 
 
 def serve_forever(config: RolloutConfig, replica: int) -> None:

@@ -9,7 +9,6 @@ from rollplex.engine.actor import ActorMapping
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.driver import Driver
 from rollplex.model import ActorLayout, GroupDecoder, ModelConfig
 
 KV = "rollout_kv"
@@ -21,13 +20,13 @@ class RankShard:
     It takes over the session and closes it. Owner thread only.
     """
 
-    def __init__(self, session: BrokerSession, driver: Driver, config: ModelConfig, layout: ActorLayout, device: str) -> None:
+    def __init__(self, session: BrokerSession, config: ModelConfig, layout: ActorLayout, device: str) -> None:
         self.layout, self.device = layout, device
         self.session, self.keys_values = session, KeyValueAccount(session, device)
         self.decoder: GroupDecoder
         """There from the first `join` on."""
         self._config = config
-        self._actor = ActorMapping(session, driver, layout, device)
+        self._actor = ActorMapping(session, layout, device)
 
     def join(self) -> None:
         """Builds the decoder for the tensor-parallel group that this process has joined."""

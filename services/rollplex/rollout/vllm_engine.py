@@ -10,7 +10,6 @@ from vllm import EngineArgs
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
-from rollplex.core.topology import device_name
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.engine.prompts import PromptReader
@@ -171,7 +170,7 @@ def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineA
     topology = config.mesh.topology
     source = vllm_loader.SlabSource(
         config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
-        config.model.dtype, topology.train_tp, tuple(map(device_name, topology.replica_devices(replica))))
+        config.model.dtype, topology.train_tp, tuple(map(topology.device_name, topology.replica_devices(replica))))
     on_gpu = vllm_internals.has_sleep_mode()
     # A prompt that is computed in parts draws from its generator before it should; vLLM then sets the generator back, which
     # a CPU's cannot do: "CPU Generator does not use offset". There a prompt is computed whole.

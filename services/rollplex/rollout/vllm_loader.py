@@ -90,7 +90,7 @@ def connect_worker(source: SlabSource) -> WorkerActor:
     layout = ActorLayout.build(read_model_config(Path(source.checkpoint)), size, source.dtype, source.train_tp)
     session = BrokerSession.connect(source.broker, Path(source.handle_socket), process=f"{source.process}.w{rank}",
                                     role="rollout")
-    return WorkerActor(session, ActorMapping(session, session.driver, layout, source.devices[rank]))
+    return WorkerActor(session, ActorMapping(session, layout, source.devices[rank]))
 
 
 @contextmanager

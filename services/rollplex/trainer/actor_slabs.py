@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from rollplex.core.ids import actor_slab
-from rollplex.core.topology import device_name
+from rollplex.core.topology import Topology
 from rollplex.engine import ActorMapping
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.driver import Driver
 from rollplex.model import ActorLayout, ModelConfig, load_into
 from rollplex.trainer.optimizer_state import OptimizerState
 
@@ -19,13 +18,14 @@ from rollplex.trainer.optimizer_state import OptimizerState
 class ActorSlabs:
     """`bind_for_update` and `unbind` are the pair over all of them; `own` alone is read. Owner thread only."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, layout: ActorLayout, rank: int) -> None:
-        self._layout, topology = layout, layout.topology
+    def __init__(self, session: BrokerSession, layout: ActorLayout, topology: Topology, rank: int) -> None:
+        """`topology`: the mesh's, which names the devices."""
+        self._layout = layout
         self._shard, self._part = topology.rollout_shard(rank), topology.part(rank)
-        self.device = device_name(rank)
-        self.own = ActorMapping(session, driver, layout, self.device)
+        self.device = topology.device_name(rank)
+        self.own = ActorMapping(session, layout, self.device)
         self._by_part = {topology.part(peer): self.own if peer == rank else
-                         ActorMapping(session, driver, layout, device_name(peer)) for peer in topology.peers(rank)}
+                         ActorMapping(session, layout, topology.device_name(peer)) for peer in topology.peers(rank)}
 
     def open(self, run: str) -> None:
         """Chooses the run's slabs; nothing is leased yet."""

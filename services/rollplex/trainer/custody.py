@@ -12,9 +12,8 @@ from rollplex.core.errors import WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
-from rollplex.core.topology import device_name
 from rollplex.memory.client import BrokerSession, SlabLease
-from rollplex.memory.driver import Driver
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ActorLayout, VisionLanguageModel, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
@@ -35,7 +34,7 @@ def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayo
 class HeldSlab:
     """A slab mapped writable under an exclusive lease for as long as the run is open."""
 
-    def __init__(self, session: BrokerSession, driver: Driver, name: str, size_bytes: int) -> None:
+    def __init__(self, session: BrokerSession, name: str, size_bytes: int) -> None:
         """Raises WrongState when the slab has another size."""
         self._lease: SlabLease = session.lease(name, LeaseMode.WRITE)
         found = self._lease.slab.size_bytes
@@ -43,7 +42,7 @@ class HeldSlab:
             self._lease.release()
             raise WrongState(f"slab {name} has {found} bytes; this configuration needs {size_bytes}: it was laid out for "
                              "other trainable parameters, chunk_elements or dtype", reason="STATE_LAYOUT_MISMATCH")
-        self._mapped = MappedSlab(driver, size_bytes)
+        self._mapped = MappedSlab(driver_of("host"), size_bytes)
         self._mapped.bind(self._lease, writable=True)
         self.bytes = self._mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8"))
         """uint8 [size_bytes]"""
@@ -64,7 +63,7 @@ class RunState:
         self._held: list[HeldSlab] = []
         try:
             for what in ("optimizer", "flips", "gradients"):
-                self._held.append(HeldSlab(session, session.driver, state_slab(run, model.tp_rank, what), sizes[what]))
+                self._held.append(HeldSlab(session, state_slab(run, model.tp_rank, what), sizes[what]))
             state, flips, gradients = (held.bytes for held in self._held)
             self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)), new=new)
             self.gradients = GradientBuffer(layout, gradients, model)
@@ -86,9 +85,8 @@ def slab_sizes(layout: StateLayout) -> dict[str, int]:
     return {"optimizer": layout.size_bytes, "flips": log_bytes(len(layout.chunks)), "gradients": layout.gradient_bytes}
 
 
-def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, run: str) -> None:
+def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, device: str, run: str) -> None:
     """Zero-filled slabs of a new run: the device's actor and the rank's own."""
-    device = device_name(rank)
     session.create(actor_slab(run, device), object_class="actor_snapshot", device=device, size_bytes=actor.size_bytes, run=run)
     for what, size_bytes in slab_sizes(layout).items():
         object_class = "gradients" if what == "gradients" else "optimizer_state"

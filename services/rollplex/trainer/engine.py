@@ -72,7 +72,7 @@ class TrainerEngine:
         layout = custody.plan_state(self._model, config.optimizer)
         if not attach:
             custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
-            custody.create_slabs(self._session, self.rank, layout, self._model.layout, run)
+            custody.create_slabs(self._session, self.rank, layout, self._model.layout, self._actor.device, run)
         self._state = custody.RunState(self._session, self._model, layout, run, new=not attach)
         self._actor.open(run)
         self._config = config

@@ -9,7 +9,6 @@ from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader
 from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import (
     ActorLayout,
     Seat,
@@ -30,7 +29,7 @@ from rollplex.trainer.servicer import add_trainer
 def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
     init_tensor_parallel(0, 1): ranks meet when they join an epoch."""
-    section, checkpoint, driver = config.trainer, config.model.checkpoint, HostDriver()
+    section, checkpoint = config.trainer, config.model.checkpoint
     topology = config.mesh.topology
     size = topology.train_tp
     torch.set_num_threads(section.threads)
@@ -40,9 +39,9 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), layout=layout,
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
-                                    role="trainer", driver=driver)
-    reader = PromptReader(session, driver, processor, model_config)
-    actor = ActorSlabs(session, driver, layout, rank)
+                                    role="trainer")
+    reader = PromptReader(session, processor, model_config)
+    actor = ActorSlabs(session, layout, topology, rank)
     communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
                                 timeout_s=config.mesh.collective_timeout_s)
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,

@@ -15,6 +15,7 @@ from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
 from rollplex.core.placement import Placement
 from rollplex.core.work import ResidencyEntry
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 
 READ, WRITE = LeaseMode.READ, LeaseMode.WRITE
@@ -46,7 +47,7 @@ def test_a_killed_broker_loses_nothing(mesh):
     session.enter_phase("r", 4, Phase.OVERLAP)
     session.report_residency([ResidencyEntry("boundary_trainer", "trainer", "host", "hbm", 77, 77)])
     held = session.lease("s/0", WRITE)
-    mapped = MappedSlab(session.driver, 1000)
+    mapped = MappedSlab(driver_of("host"), 1000)
     mapped.bind(held, writable=True)
     tensor = mapped.tensor(Placement.contiguous("s/0", 0, (1000,), "uint8"))
     rows = session.ledger().rows

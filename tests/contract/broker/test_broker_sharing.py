@@ -14,6 +14,7 @@ from rollplex.core.phases import Phase
 from rollplex.core.placement import Placement
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.client import BrokerSession
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_driver import sealed_memfd
 from rollplex.memory.mapping import MappedSlab
 from rollplex.memory.pinned_pool import PinnedPool
@@ -24,7 +25,7 @@ ACTOR = "runs/r/actor/host"
 
 def bound(session, name, mode, **options):
     lease = session.lease(name, mode, **options)
-    mapped = MappedSlab(session.driver, lease.slab.size_bytes)
+    mapped = MappedSlab(driver_of("host"), lease.slab.size_bytes)
     mapped.bind(lease, writable=mode is WRITE)
     return lease, mapped, mapped.tensor(Placement.contiguous(name, 0, (lease.slab.size_bytes,), "uint8"))
 
@@ -62,7 +63,7 @@ def test_one_tensor_over_many_bindings(mesh):
     session = mesh.session()
     for name in ("a", "b"):
         session.create(name, object_class="optimizer_state", size_bytes=4096)
-    mapped = MappedSlab(session.driver, 4096)
+    mapped = MappedSlab(driver_of("host"), 4096)
     tensor = mapped.tensor(Placement.contiguous("a", 128, (100,), "float32"))
     address = tensor.data_ptr()
     for name, value in (("a", 1.0), ("b", 2.0)):

@@ -12,7 +12,6 @@ from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_paralle
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader
-from rollplex.memory.host_driver import HostDriver
 from rollplex.reference.config import ReferenceConfig, ReferenceSection
 from rollplex.reference.server import build_engine
 from rollplex.reference.servicer import add_reference
@@ -36,7 +35,7 @@ def mesh(tmp_path_factory):
             section=section, checkpoint=checkpoint, session=session, loop=loop, oracle=oracle,
             config=ReferenceConfig(model=ModelSection(checkpoint=checkpoint), mesh=section,
                                    reference=ReferenceSection(suffix_tokens=24)),
-            reader=PromptReader(session, HostDriver(), processor, oracle.config),
+            reader=PromptReader(session, processor, oracle.config),
             prompts=PromptMaker(processor, deposit))
 
 

@@ -13,7 +13,6 @@ from rollplex.core.errors import Aborted, WrongState
 from rollplex.core.ids import actor_slab, copy_name
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
-from rollplex.memory.host_driver import HostDriver
 from rollplex.rollout import copies as copies_module
 from rollplex.rollout.copies import ShardCopy, SnapshotCopies
 
@@ -84,7 +83,7 @@ def held(session, snapshot):
 
 
 def opened(session):
-    copies = SnapshotCopies(session, HostDriver(), SHARDS)
+    copies = SnapshotCopies(session, SHARDS)
     copies.open(RUN)
     return copies
 
@@ -158,7 +157,7 @@ def test_a_snapshot_that_is_not_there_is_refused(trainer, rollout):
 
 def test_another_run_takes_the_devices(trainer, rollout):
     opened(rollout).bring(Context(), 0)
-    SnapshotCopies(rollout, HostDriver(), SHARDS).open("next")
+    SnapshotCopies(rollout, SHARDS).open("next")
     names = [slab.name for slab in rollout.list_slabs()]
     assert [name for name in names if name.endswith(("host:4", "host:5"))] == []
     assert len(names) == 2

@@ -120,7 +120,7 @@ async def test_deposit_needs_the_sessions_own_ticket_and_the_announced_memfd(cus
 @pytest.mark.parametrize(("slab", "reason"), [
     (Slab("", "media", "", "host", 1), "BAD_SLAB_NAME"), (Slab("a//b", "media", "", "host", 1), "BAD_SLAB_NAME"),
     (Slab("a\n", "media", "", "host", 1), "BAD_SLAB_NAME"), (Slab("a" * 256, "media", "", "host", 1), "BAD_SLAB_NAME"),
-    (Slab("a", "medium", "", "host", 1), "BAD_OBJECT_CLASS"), (Slab("a", "media", "", "cuda:0", 1), "NO_DRIVER"),
+    (Slab("a", "medium", "", "host", 1), "BAD_OBJECT_CLASS"), (Slab("a", "media", "", "tpu:0", 1), "NO_DRIVER"),
     (Slab("a", "media", "", "host", 0), "BAD_SLAB_SIZE"), (Slab("a", "media", "", "host", -5), "BAD_SLAB_SIZE")])
 async def test_bad_announcements(custody, slab, reason):
     session, _ = connect(custody, "trainer-0")

@@ -8,7 +8,7 @@ from rollplex.core.errors import WrongState
 from rollplex.core.leases import LeaseMode
 from rollplex.engine.actor import ActorMapping
 from rollplex.engine.layout_hash import layout_hash
-from rollplex.memory.host_driver import HostDriver, sealed_memfd
+from rollplex.memory.host_driver import sealed_memfd
 from rollplex.model import ActorLayout, read_model_config
 
 
@@ -31,7 +31,7 @@ def session(config):
 
 @pytest.fixture
 def actor(session, config):
-    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"), "host:0")
+    mapping = ActorMapping(session, ActorLayout.build(config, 1, "float32"), "host:0")
     mapping.open("actor")
     yield mapping
     mapping.close()
@@ -96,7 +96,7 @@ def test_a_slab_of_another_layout_is_refused(session, actor):
 
 
 def test_nothing_to_bind_before_open(session, config):
-    mapping = ActorMapping(session, HostDriver(), ActorLayout.build(config, 1, "float32"), "host:0")
+    mapping = ActorMapping(session, ActorLayout.build(config, 1, "float32"), "host:0")
     with pytest.raises(WrongState) as caught:
         mapping.bind(0)
     assert caught.value.reason == "NO_RUN"

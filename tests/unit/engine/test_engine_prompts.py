@@ -10,7 +10,6 @@ from rollplex.core.errors import BadInput, DataLoss
 from rollplex.core.placement import Placement
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.prompts import PromptReader, data_media_item
-from rollplex.memory.host_driver import HostDriver
 from rollplex.model import read_model_config
 
 
@@ -28,7 +27,7 @@ def prompts(tiny, session):
 
 @pytest.fixture
 def reader(tiny, session, prompts):
-    return PromptReader(session, HostDriver(), prompts.processor, read_model_config(tiny))
+    return PromptReader(session, prompts.processor, read_model_config(tiny))
 
 
 @pytest.mark.parametrize(("kind", "images", "videos"), [("text", 0, 0), ("image", 1, 0), ("video", 0, 1), ("mixed", 1, 1)])

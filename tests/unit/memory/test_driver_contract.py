@@ -1,4 +1,4 @@
-"""What every driver promises. The CUDA driver joins by one more entry in DRIVERS."""
+"""What every driver promises, on the host and, where there is one, on a GPU."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ import textwrap
 import pytest
 import torch
 
+from rollplex.core.errors import BadInput
 from rollplex.core.placement import Placement
 from rollplex.memory import views
+from rollplex.memory.device_pages import DevicePages
+from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_driver import HostDriver
 
-DRIVERS = [HostDriver]
 SIZE = 3 * mmap.PAGESIZE + 100
+GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")])
 
 
-@pytest.fixture(params=DRIVERS, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=["host", GPU])
 def driver(request):
-    return request.param()
+    return driver_of(request.param)
+
+
+@pytest.fixture
+def host_handle():
+    made = HostDriver().create(SIZE, "test")
+    yield made
+    HostDriver().release(made)
 
 
 @pytest.fixture
@@ -47,7 +57,7 @@ def test_reservations_are_whole_granules(driver, reservation):
 
 
 def test_new_memory_is_zero_and_keeps_its_bytes_over_unmap(driver, reservation, handle):
-    base = views.base_tensor(reservation.address, SIZE)
+    base = views.reserved_tensor(driver, reservation, SIZE)
     driver.map(reservation, handle, writable=True)
     assert not base.any()
     base.fill_(7)
@@ -57,7 +67,7 @@ def test_new_memory_is_zero_and_keeps_its_bytes_over_unmap(driver, reservation, 
 
 
 def test_zeros_can_be_read_and_give_way_to_memory(driver, reservation, handle):
-    base = views.base_tensor(reservation.address, SIZE)
+    base = views.reserved_tensor(driver, reservation, SIZE)
     driver.map_zeros(reservation)
     assert not base.any()
     driver.map(reservation, handle, writable=True)
@@ -68,7 +78,7 @@ def test_zeros_can_be_read_and_give_way_to_memory(driver, reservation, handle):
 
 
 def test_tensors_made_before_the_first_map_keep_their_address(driver, reservation, handle):
-    base = views.base_tensor(reservation.address, SIZE)
+    base = views.reserved_tensor(driver, reservation, SIZE)
     tensor = views.tensor(base, Placement.contiguous("s", 64, (5, 7), "float32"))
     address = tensor.data_ptr()
     other = driver.create(SIZE, "other")
@@ -86,8 +96,8 @@ def test_two_mappings_share_bytes(driver, reservation, handle):
     second = driver.reserve(SIZE)
     driver.map(reservation, handle, writable=True)
     driver.map(second, handle, writable=False)
-    views.base_tensor(reservation.address, SIZE).fill_(9)
-    assert bool((views.base_tensor(second.address, SIZE) == 9).all())
+    views.base_tensor(reservation.address, SIZE, driver.device).fill_(9)
+    assert bool((views.base_tensor(second.address, SIZE, driver.device) == 9).all())
     driver.free(second)
 
 
@@ -95,13 +105,13 @@ def test_memory_outlives_its_creators_handle(driver, reservation):
     made = driver.create(SIZE, "short-lived")
     fd = driver.export(made)
     driver.map(reservation, made, writable=True)
-    views.base_tensor(reservation.address, SIZE).fill_(3)
+    views.base_tensor(reservation.address, SIZE, driver.device).fill_(3)
     driver.unmap(reservation)
     driver.release(made)
     taken = driver.import_fd(fd, SIZE)
     os.close(fd)
     driver.map(reservation, taken, writable=False)
-    assert bool((views.base_tensor(reservation.address, SIZE) == 3).all())
+    assert bool((views.base_tensor(reservation.address, SIZE, driver.device) == 3).all())
     driver.release(taken)
 
 
@@ -113,16 +123,23 @@ def test_exported_descriptors_are_closed_on_exec(driver, handle):
 
 def test_another_process_sees_and_writes_the_bytes(driver, reservation, handle):
     driver.map(reservation, handle, writable=True)
-    base = views.base_tensor(reservation.address, SIZE)
+    base = views.base_tensor(reservation.address, SIZE, driver.device)
     base[10] = 42
     code = """
-        import mmap, sys
-        view = mmap.mmap(int(sys.argv[1]), int(sys.argv[2]))
-        assert view[10] == 42
-        view[11] = 43
+        import sys
+        from rollplex.memory import views
+        from rollplex.memory.drivers import driver_of
+        fd, size, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+        driver = driver_of(device)
+        reservation = driver.reserve(size)
+        driver.map(reservation, driver.import_fd(fd, size), writable=True)
+        base = views.base_tensor(reservation.address, size, device)
+        assert base[10] == 42
+        base[11] = 43
+        driver.unmap(reservation)
     """
     fd = driver.export(handle)
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(fd), str(SIZE)], pass_fds=[fd], check=True)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(fd), str(SIZE), driver.device], pass_fds=[fd], check=True)
     os.close(fd)
     assert base[11] == 43
 
@@ -157,16 +174,16 @@ def test_forbidden_access_is_a_fault(writable, before, touch):
     assert done.returncode == -signal.SIGSEGV
 
 
-def test_sizes_cannot_change(driver, handle):
+def test_sizes_cannot_change(host_handle):
     for size in (0, SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
-            os.ftruncate(handle.fd, size)
+            os.ftruncate(host_handle.number, size)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(handle.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(host_handle.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_a_read_only_descriptor_neither_writes_nor_truncates(handle):
-    fd = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+def test_a_read_only_descriptor_neither_writes_nor_truncates(host_handle):
+    fd = os.open(f"/proc/self/fd/{host_handle.number}", os.O_RDONLY | os.O_CLOEXEC)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(OSError, match="Invalid argument"):
@@ -177,14 +194,17 @@ def test_a_read_only_descriptor_neither_writes_nor_truncates(handle):
     os.close(fd)
 
 
-def test_a_read_only_descriptor_cannot_be_mapped_writable(driver, reservation, handle):
-    fd = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+def test_a_read_only_descriptor_cannot_be_mapped_writable(host_handle):
+    driver = HostDriver()
+    reservation = driver.reserve(SIZE)
+    fd = os.open(f"/proc/self/fd/{host_handle.number}", os.O_RDONLY | os.O_CLOEXEC)
     taken = driver.import_fd(fd, SIZE)
     os.close(fd)
     with pytest.raises(PermissionError):
         driver.map(reservation, taken, writable=True)
     driver.map(reservation, taken, writable=False)
     driver.release(taken)
+    driver.free(reservation)
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -204,15 +224,15 @@ def test_nothing_outside_the_reservation_is_touched(driver, reservation, handle)
         driver.unmap(reservation, size_bytes=reservation.size_bytes + 1)
 
 
-def test_a_smaller_file_is_not_imported(driver, handle):
+def test_a_smaller_file_is_not_imported(host_handle):
     with pytest.raises(ValueError, match=f"{SIZE} bytes, {SIZE + 1} were expected"):
-        driver.import_fd(handle.fd, SIZE + 1)
+        HostDriver().import_fd(host_handle.number, SIZE + 1)
 
 
 @pytest.mark.parametrize("dtype", list(views.DTYPES))
 def test_views_have_dtype_shape_and_strides(driver, reservation, handle, dtype):
     driver.map(reservation, handle, writable=True)
-    base = views.base_tensor(reservation.address, SIZE)
+    base = views.base_tensor(reservation.address, SIZE, driver.device)
     transposed = Placement("s", 128, (3, 4), (1, 3), dtype)
     tensor = views.tensor(base, transposed)
     assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (views.DTYPES[dtype], (3, 4), (1, 3))
@@ -221,8 +241,30 @@ def test_views_have_dtype_shape_and_strides(driver, reservation, handle, dtype):
     assert flat.tolist() == torch.arange(12).view(3, 4).t().reshape(-1).tolist()
 
 
-def test_views_stay_inside_the_slab(reservation):
-    base = views.base_tensor(reservation.address, 100)
+def test_views_stay_inside_the_slab(driver, reservation):
+    base = views.reserved_tensor(driver, reservation, 100)
     views.tensor(base, Placement.contiguous("s", 96, (1,), "float32"))
     with pytest.raises(ValueError, match="ends at byte 104"):
         views.tensor(base, Placement.contiguous("s", 96, (2,), "float32"))
+
+
+def test_pages_visit_a_device_behind_one_address(driver):
+    pages = DevicePages(driver, SIZE)
+    tensor = pages.tensor(Placement.contiguous("", 0, (8,), "float32"))
+    address = tensor.data_ptr()
+    for value in (1.0, 2.0):
+        pages.back()
+        pages.back()
+        assert not tensor.any(), "new pages are zeros"
+        tensor.fill_(value)
+        assert tensor.sum() == 8 * value
+        pages.drop()
+        pages.drop()
+    assert tensor.data_ptr() == address
+    pages.close()
+
+
+def test_devices_that_no_driver_serves_are_refused():
+    for device in ("tpu:0", "host:x", "cuda", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(BadInput, match=device):
+            driver_of(device)

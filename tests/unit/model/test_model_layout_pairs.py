@@ -168,5 +168,5 @@ def test_hashes_tell_devices_apart(checkpoints):
     hashes = [manifest_hashes(views) for views in devices]
     check_replicas(layout, hashes)
     devices[1]["language_model.model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
-    with pytest.raises(Exception, match="1 tensors on host:1 differ from those of host:0: .*o_proj"):
+    with pytest.raises(Exception, match="1 tensors on device 1 differ from those of device 0: .*o_proj"):
         check_replicas(layout, [hashes[0], manifest_hashes(devices[1])])
