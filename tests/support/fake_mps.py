@@ -13,7 +13,7 @@ SCRIPT = '''
 import os, signal, socket, subprocess, sys
 from pathlib import Path
 
-pipe, logs = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+pipe, logs = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/nowhere"))
 servers, path = logs / "servers", str(pipe / "control")
 
 
@@ -77,3 +77,9 @@ def install(folder: Path) -> Path:
     path.write_text(f"#!{sys.executable}\n" + textwrap.dedent(SCRIPT))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
+
+
+def daemon_of(service: int) -> int:
+    """Pid of the daemon under the MPS service of this pid, whose other children are commands, and servers that it adopted."""
+    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
+    return next(int(pid) for pid in children if b"-f" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))

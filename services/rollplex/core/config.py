@@ -212,8 +212,6 @@ class MeshSection:
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
     """Deadline of every collective between ranks of a role, and of their meeting."""
-    devices: str = "host"
-    """What ranks compute on: `host` (CPU) or `cuda`."""
     sharing: str = "mps-priority"
     """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
     rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do; `sm-affinity`,
@@ -224,7 +222,6 @@ class MeshSection:
     `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
 
     def __post_init__(self) -> None:
-        _one_of("devices", self.devices, ("host", "cuda"))
         _one_of("sharing", self.sharing, tuple(POLICIES))
         if not 1 <= self.prefix_sm_percent <= 99:
             raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")

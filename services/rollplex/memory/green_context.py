@@ -52,8 +52,8 @@ class GreenStream:
         _call("cuGreenCtxDestroy", driver.cuGreenCtxDestroy(self._context))
 
     def _event(self) -> Any:
-        """An event of the green context: one is recorded in streams of the context that it was made in. Waiting for it is allowed
-        to any stream."""
+        """An event of the green context: one is recorded in streams of the context that it was made in. Any stream may wait
+        for it."""
         _call("cuCtxPushCurrent", driver.cuCtxPushCurrent(_call("cuCtxFromGreenCtx", driver.cuCtxFromGreenCtx(self._context))))
         try:
             return _call("cuEventCreate", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))

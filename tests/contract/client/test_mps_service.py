@@ -1,4 +1,4 @@
-"""The mesh's MPS daemon as a process: start, quit, crash, fault; engines that hold on to it. A script stands in for NVIDIA's."""
+"""The mesh's MPS daemon as a process: start, quit, crash, fault; engines that hold on to it. A script is the daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fake_mps import install
+from fake_mps import daemon_of, install
 
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import BadInput, Unavailable, WrongState
@@ -70,10 +70,7 @@ def service(mesh: MeshSection, **environment: str) -> Iterator[subprocess.Popen]
 
 
 def control_pid(mesh: MeshSection) -> int:
-    """The daemon's, from the environment that it noted: its own pid is not there, so by its parent."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(listener_pid(mesh.mps_socket))], capture_output=True, text=True,
-                              check=False).stdout.split()
-    return next(int(pid) for pid in children if b"-f" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+    return daemon_of(listener_pid(mesh.mps_socket))
 
 
 def server_pid(mesh: MeshSection) -> int:
@@ -206,7 +203,8 @@ def test_an_engine_waits_for_the_daemon_only_where_there_is_one(mesh):
 def test_an_engine_process_ends_with_the_daemon(mesh):
     code = ("import sys, time; from pathlib import Path; from rollplex.core.config import MeshSection; "
             "from rollplex.rpc.mps_link import hold_daemon; "
-            "hold_daemon(MeshSection(runtime_dir=Path(sys.argv[1]), devices='cuda')); print('held', flush=True); time.sleep(600)")
+            "hold_daemon(MeshSection(runtime_dir=Path(sys.argv[1]), devices='cuda')); print('held', flush=True); "
+            "time.sleep(99)")
     with service(mesh):
         engine = subprocess.Popen([sys.executable, "-c", code, str(mesh.runtime_dir)], stdout=subprocess.PIPE, text=True)
         assert engine.stdout.readline() == "held\n"

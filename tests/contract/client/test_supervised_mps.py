@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_mps import install
+from fake_mps import daemon_of, install
 
 from rollplex_client.cli import main, mesh_commands
 from rollplex_client.cli import mesh as mesh_module
@@ -30,7 +30,8 @@ from rollplex.core.strict import parse, read_toml
 from rollplex.rpc.mps_link import hold_daemon
 mesh = parse(MeshSection, read_toml(Path(sys.argv[2]))["mesh"])
 hold_daemon(mesh)
-(mesh.runtime_dir / "priority").write_text(os.environ["CUDA_MPS_CLIENT_PRIORITY"] + os.environ.get("CUDA_MPS_LOG_DIRECTORY", ""))
+found = os.environ["CUDA_MPS_CLIENT_PRIORITY"] + os.environ.get("CUDA_MPS_LOG_DIRECTORY", "")
+(mesh.runtime_dir / "priority").write_text(found)
 from rollplex.rpc.server import run, serve
 run(serve("trainer-0", mesh.address("trainer-0"), lambda server: []))
 """
@@ -64,10 +65,7 @@ def pids(supervisor: Supervisor) -> dict[str, int]:
 
 
 def control_pid(supervisor: Supervisor) -> int:
-    """The one child of the service that is not the server."""
-    service = pids(supervisor)[MPS]
-    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
-    return next(int(pid) for pid in children if b"-f" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+    return daemon_of(pids(supervisor)[MPS])
 
 
 def test_a_killed_daemon_restarts_every_engine_and_down_ends_the_next_one(small_mesh):
@@ -109,9 +107,10 @@ def test_the_supervisor_sets_each_roles_environment(monkeypatch):
     config = sections(parse_settings({"mesh": {"runtime_dir": "/run/m", "devices": "cuda", "sharing": "thread-cap",
                                                "prefix_sm_percent": 60}}))
     pipe = 'CUDA_MPS_PIPE_DIRECTORY="/run/m/mps"'
+    capped = 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="60"'
     for name, expected in {
-            "trainer-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="60"', 'OMP_NUM_THREADS="5"'),
-            "reference-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="60"'),
+            "trainer-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', capped, 'OMP_NUM_THREADS="5"'),
+            "reference-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="1"', capped),
             "rollout-0": (pipe, 'CUDA_MPS_CLIENT_PRIORITY="0"')}.items():
         variables = config[f"program:{name}"]["environment"].split(",")
         assert set(expected) <= set(variables), name

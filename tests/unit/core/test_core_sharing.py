@@ -35,7 +35,8 @@ def test_every_policy_and_role():
         assert (policy.daemon, policy.prefix_stream_capped) == (daemon, stream), name
         for role in GPU_ROLES:
             found = environment(policy, role, pipe_directory=PIPE, prefix_sm_percent=60)
-            assert found == {"CUDA_MPS_PIPE_DIRECTORY": str(PIPE)} | (rollout if role == "rollout" else prefix_side), (name, role)
+            wanted = rollout if role == "rollout" else prefix_side
+            assert found == {"CUDA_MPS_PIPE_DIRECTORY": str(PIPE)} | wanted, (name, role)
 
 
 @pytest.mark.parametrize("role", ["coordinator", "broker", "reward", "mesh"])
