@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
 from rollplex.core.errors import BadInput
+from rollplex.core.sharing import POLICIES, Policy
 from rollplex.core.topology import Topology
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
@@ -218,8 +219,19 @@ class MeshSection:
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
     """Deadline of every collective between ranks of a role, and of their meeting."""
+    sharing: str = "mps-priority"
+    """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
+    rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do; `sm-affinity`,
+    fixed shares for both sides; `green-context`, as mps-priority with only the forward pass of prefix blocks capped, unless
+    run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
+    prefix_sm_percent: int = 70
+    """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
+    `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
 
     def __post_init__(self) -> None:
+        _one_of("sharing", self.sharing, tuple(POLICIES))
+        if not 1 <= self.prefix_sm_percent <= 99:
+            raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
         if not self.collective_timeout_s > 0:
@@ -254,6 +266,16 @@ class MeshSection:
         return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas,
                         self.devices)
 
+    @property
+    def policy(self) -> Policy | None:
+        """How the mesh shares its GPUs; None where there are none."""
+        return POLICIES[self.sharing] if self.devices == "cuda" else None
+
+    @property
+    def prefix_stream_percent(self) -> int | None:
+        """Share of the SMs for prefix blocks, where they have a stream of their own."""
+        return self.prefix_sm_percent if self.policy is not None and self.policy.prefix_stream_capped else None
+
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""
         return {"trainer": self.train_tensor_parallel, "reference": self.reference_tensor_parallel,
@@ -280,3 +302,17 @@ class MeshSection:
     def keeper_socket(self) -> Path:
         """Where the keeper takes and gives back duplicates."""
         return self.runtime_dir / "keeper.sock"
+
+    @property
+    def mps_socket(self) -> Path:
+        """Where the MPS service is, and what engines hold on to while it lives."""
+        return self.runtime_dir / "mps.sock"
+
+    @property
+    def mps_pipe_dir(self) -> Path:
+        """CUDA_MPS_PIPE_DIRECTORY of the mesh's own daemon."""
+        return self.runtime_dir / "mps"
+
+    @property
+    def mps_log_dir(self) -> Path:
+        return self.runtime_dir / "logs" / "mps"

@@ -14,6 +14,7 @@ from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.engine.communicator import Communicator
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.prompts import PromptReader
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena, Hold
@@ -50,13 +51,14 @@ class ReferenceEngine:
     role = "reference"
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
-                 weights: ReferenceWeights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int) -> None:
+                 weights: ReferenceWeights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int,
+                 prefix_stream: PrefixStream | None = None) -> None:
         """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
-        self._suffix_tokens = suffix_tokens
+        self._suffix_tokens, self._prefix_stream = suffix_tokens, prefix_stream
         self._arena = Arena(self.role, "host")
         self._report = ResidencyReport(session, self._arena)
         self._ready: dict[int, ReadyPrefix] = {}
@@ -92,7 +94,7 @@ class ReferenceEngine:
                 for done, group in enumerate(groups, start=1):
                     context.check()
                     inputs = self._reader.read(group)
-                    boundary = prefix_forward(self._model, inputs)
+                    boundary = prefix_forward(self._model, inputs, limit=self._prefix_stream)
                     self._release(group.group_index)
                     hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
                     self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
@@ -132,6 +134,8 @@ class ReferenceEngine:
     def close(self) -> None:
         self.communicator.close()
         self._drop_boundaries()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._weights.close()
         self._session.close()
 

@@ -7,6 +7,7 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, layout_hash
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     ActorLayout,
@@ -42,7 +43,7 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
-                           suffix_tokens=config.reference.suffix_tokens)
+                           suffix_tokens=config.reference.suffix_tokens, prefix_stream=open_prefix_stream(mesh, rank))
 
 
 def serve_forever(config: ReferenceConfig, rank: int) -> None:
