@@ -19,7 +19,8 @@ def check_fits(sections: Mapping[str, Any]) -> Plan:
     On a host mesh the devices' slabs are host memory too. What an iteration adds depends on its prompts and is not
     counted: nothing that could run is refused.
     """
-    plan = make_plan(_plan_input(sections), Choice("pinned", "pinned", "recompute"))
+    run = sections["run"]
+    plan = make_plan(_plan_input(sections), Choice("pinned", "pinned", run.saved_activations, run.suffix_activations))
     table = slab_bytes(plan, sections)
     needed = sum(table.values())
     if needed > plan.given.host_bytes:

@@ -19,7 +19,7 @@ from rollplex_client.cli.published import model_shapes
 def plan(arguments: argparse.Namespace, output: Output) -> int:
     """Exit status 1 when it does not fit."""
     given = plan_input(arguments)
-    wanted = Choice(arguments.gradients, arguments.reference, arguments.activations)
+    wanted = Choice(arguments.gradients, arguments.reference, arguments.activations, arguments.suffix_activations)
     found, naive = make_plan(given, wanted), naive_overlap(given)
     tips = advice(found, wanted)
     output.result(as_json(found, naive, tips), "Naive overlap, nothing shared, released or parked (GiB per GPU)",

@@ -138,14 +138,14 @@ def run_config(*, loss: dict | None = None, optimizer: dict | None = None, **fie
                      optimizer=OptimizerConfig(**(rates | (optimizer or {}))), **fields)
 
 
-def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype) -> TrainerEngine:
+def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, **options) -> TrainerEngine:
     """As a new process would have it. Needs a tensor-parallel group."""
     config = read_model_config(checkpoint)
     model = VisionLanguageModel(config, dtype)
     actor = ActorSlabs(broker, model.layout, model.layout.topology, 0)
     alone = Communicator("trainer", 0, 1, Path(), timeout_s=1.0)
     return TrainerEngine(broker, TextReader(config), model, actor, checkpoint, alone, logprob_chunk_tokens=7,
-                         offload_pool_bytes=1 << 20)
+                         offload_pool_bytes=1 << 20, **options)
 
 
 def make_groups(*, count: int = 2, samples: int = 4, seed: int = 0) -> tuple[list, list]:

@@ -48,7 +48,7 @@ class LedgerBook:
     """Last report of each session."""
     peaks: dict[tuple[Phase, Key], int] = field(default_factory=dict)
     violations: tuple[str, ...] = ()
-    """Of the phase that ended last."""
+    """Of the phase that ended last, and of reports in the one that began then."""
     relaxed: tuple[str, ...] = ()
     """Classes that this run keeps in HBM in every phase."""
 
@@ -78,8 +78,8 @@ class LedgerBook:
 
     def enter(self, run: str, iteration: int, phase: Phase, relaxed: tuple[str, ...] = (), found: Sequence[str] = ()
               ) -> tuple[str, ...]:
-        """Begins a phase; what is still held of the last one is checked against the contract of that one, and `found` goes
-        with what that shows.
+        """Begins a phase. All that is held is checked against the contract of the one that ends, and what engines said last
+        that they hold against that of the one that begins: they were told to let go before. `found` goes with what that shows.
 
         The same phase again (a retried call) gives the same answer.
         """
@@ -87,7 +87,8 @@ class LedgerBook:
             return self.violations
         # What a run kept from its beginning may also be there when it ends, or when the next one begins.
         allowed = {*self.relaxed, *relaxed}
-        self.violations = (*check(self.phase, self._holdings(), allowed), *found)
+        self.violations = (*check(self.phase, self._holdings(), allowed),
+                           *check(phase, self._reported_holdings(), allowed), *found)
         if run:
             self.relaxed = relaxed
         if run and run != self.run:
@@ -160,6 +161,9 @@ class LedgerBook:
     def _holdings(self) -> Iterable[Holding]:
         for (object_class, role, device, residency), account in self.accounts.items():
             yield Holding(object_class, role, device, Residency(residency), account.size_bytes)
+        yield from self._reported_holdings()
+
+    def _reported_holdings(self) -> Iterator[Holding]:
         for entry in self._reported():
             yield Holding(entry.object_class, entry.role, entry.device, Residency(entry.residency), entry.size_bytes)
 

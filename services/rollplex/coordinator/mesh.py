@@ -88,8 +88,8 @@ class Mesh:
         return found
 
     async def enter_phase(self, run: str, iteration: int, phase: Phase, needs: IterationNeeds = NOTHING) -> None:
-        """Declares a phase and what it needs. Raises InternalError when the one that ended left bytes that the contract
-        forbids, OutOfMemory when the one that begins has no room."""
+        """Declares a phase and what it needs. Raises InternalError for bytes that the contract forbids in the one that ended,
+        or that an engine still has and may not have in this one; OutOfMemory when this one has no room."""
         violations = await self.broker(lambda session: session.enter_phase(
             run, iteration, phase, needs.planned(phase), needs.relaxed))
         self.phase = phase

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
+from rollplex.core.errors import BadInput
+from rollplex.core.sharing import POLICIES, Policy
 from rollplex.core.topology import Topology
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
@@ -15,6 +17,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
 ONE_CHUNK = 1 << 40
 """Elements; more than any model has."""
+SUFFIX_MODES = ("keep", "recompute")
+ENGINE_ROLES = ("trainer", "reference", "rollout")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -170,6 +174,9 @@ class RunConfig:
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
     inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    suffix_activations: str = "keep"
+    """What a suffix forward leaves for its backward: `keep` (every activation) or `recompute` (layer inputs). The gradients are
+    the same to the last bit."""
     replay: str = ""
     """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
     rollout generates nothing. Options that are not given are those of the recorded run."""
@@ -187,6 +194,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("saved_activations", self.saved_activations, SAVED_MODES)
+        _one_of("suffix_activations", self.suffix_activations, SUFFIX_MODES)
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
@@ -243,8 +251,19 @@ class MeshSection:
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
     """Deadline of every collective between ranks of a role, and of their meeting."""
+    sharing: str = "mps-priority"
+    """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
+    rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do; `sm-affinity`,
+    fixed shares for both sides; `green-context`, as mps-priority with only the forward pass of prefix blocks capped, unless
+    run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
+    prefix_sm_percent: int = 70
+    """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
+    `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
 
     def __post_init__(self) -> None:
+        _one_of("sharing", self.sharing, tuple(POLICIES))
+        if not 1 <= self.prefix_sm_percent <= 99:
+            raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
         for name in ("hbm_budget_gib", "hbm_runtime_gib"):
@@ -252,6 +271,29 @@ class MeshSection:
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        """Raises BadInput: a name that nobody has would leave its service on the default socket without a word."""
+        seen: set[str] = set()
+        for pair in self.addresses:
+            name, _, address = pair.partition("=")
+            wrong = ""
+            if name not in self.services:
+                wrong = f"no service of this mesh is called {name!r}; they are {', '.join(self.services)}"
+            elif not address:
+                wrong = f"{name!r} has no address; write \"{name}=host:port\" or \"{name}=unix:/path\""
+            elif name in seen:
+                wrong = f"{name!r} has two addresses"
+            if wrong:
+                raise BadInput(f"mesh.addresses: {wrong}", reason="BAD_CONFIG", key="mesh.addresses", service=name)
+            seen.add(name)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Every name that has an address."""
+        engines = (f"{role}-{index}" for role in ENGINE_ROLES for index in range(self.ranks(role)))
+        return ("broker", *engines, "reward", "coordinator")
 
     @property
     def topology(self) -> Topology:
@@ -267,6 +309,16 @@ class MeshSection:
     def hbm_runtime_bytes(self) -> int:
         """What a device holds that no object class counts; host devices have nothing of it."""
         return round(self.hbm_runtime_gib * (1 << 30)) if self.devices == "cuda" else 0
+
+    @property
+    def policy(self) -> Policy | None:
+        """How the mesh shares its GPUs; None where there are none."""
+        return POLICIES[self.sharing] if self.devices == "cuda" else None
+
+    @property
+    def prefix_stream_percent(self) -> int | None:
+        """Share of the SMs for prefix blocks, where they have a stream of their own."""
+        return self.prefix_sm_percent if self.policy is not None and self.policy.prefix_stream_capped else None
 
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""
@@ -294,3 +346,17 @@ class MeshSection:
     def keeper_socket(self) -> Path:
         """Where the keeper takes and gives back duplicates."""
         return self.runtime_dir / "keeper.sock"
+
+    @property
+    def mps_socket(self) -> Path:
+        """Where the MPS service is, and what engines hold on to while it lives."""
+        return self.runtime_dir / "mps.sock"
+
+    @property
+    def mps_pipe_dir(self) -> Path:
+        """CUDA_MPS_PIPE_DIRECTORY of the mesh's own daemon."""
+        return self.runtime_dir / "mps"
+
+    @property
+    def mps_log_dir(self) -> Path:
+        return self.runtime_dir / "logs" / "mps"

@@ -55,6 +55,7 @@ def plan_keys(plan: Plan) -> dict[str, dict[str, Any]]:
         keys["reference"] = {"weights": REFERENCE_KEYS[choice.reference],
                              "hbm_share_gib": _gib(role_share(plan, "reference"))}
     keys["run"] = {"schedule": given.schedule, "saved_activations": choice.activations,
+                   "suffix_activations": choice.suffix_activations,
                    "suffix_micro_batch_samples": given.work.micro_batch_samples}
     return keys
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rollplex.core.config import AblationConfig
+from rollplex.core.config import SAVED_MODES, SUFFIX_MODES, AblationConfig
 from rollplex.core.errors import BadInput, InternalError
 from rollplex.core.memory_sizes import PlanInput, Sizes
 from rollplex.core.model_layout import summarise
@@ -18,7 +18,6 @@ from rollplex.core.residency import CONTRACT, RUNTIME, Holding, PlannedBytes, Re
 
 AUTO = "auto"
 GRADIENTS, REFERENCE = ("hbm", "pinned"), ("pinned", "resident", "re-read")
-ACTIVATIONS = ("keep", "recompute", "offload", "from_inputs")
 WORKING_PHASES = (Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE)
 
 
@@ -32,9 +31,11 @@ class Choice:
     """`pinned`, in HBM around reference compute; `resident` in HBM throughout; `re-read` from the checkpoint."""
     activations: str = AUTO
     """Of the trainer's prefix: run.saved_activations."""
+    suffix_activations: str = AUTO
+    """run.suffix_activations."""
 
     def __post_init__(self) -> None:
-        for name, known in (("gradients", GRADIENTS), ("reference", REFERENCE), ("activations", ACTIVATIONS)):
+        for name, known in KNOWN.items():
             if getattr(self, name) not in (AUTO, *known):
                 raise BadInput(f"{name} {getattr(self, name)!r} is none of {AUTO}, {', '.join(known)}", reason="BAD_PLAN")
 
@@ -43,9 +44,14 @@ class Choice:
         def of(value: str, known: tuple[str, ...]) -> tuple[str, ...]:
             return known if value == AUTO else (value,)
 
-        for activations, gradients, reference in itertools.product(
-                of(self.activations, ACTIVATIONS), of(self.gradients, GRADIENTS), of(self.reference, REFERENCE)):
-            yield Choice(gradients, reference, activations)
+        # From the costliest to change to the cheapest: responses are most of the tokens that are trained on.
+        order = ("suffix_activations", "activations", "gradients", "reference")
+        for values in itertools.product(*(of(getattr(self, name), KNOWN[name]) for name in order)):
+            yield Choice(**dict(zip(order, values)))
+
+
+KNOWN = {"gradients": GRADIENTS, "reference": REFERENCE, "activations": SAVED_MODES, "suffix_activations": SUFFIX_MODES}
+"""Values of each choice, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,7 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
         "boundary_reference": sizes.boundary if given.reference else 0,
         "reference_weights": sizes.training_weights if given.reference else 0,
         "prefix_activations": waiting,
-        "suffix_activations": sizes.suffix_activations,
+        "suffix_activations": sizes.suffix_activations(choice.suffix_activations),
         "gradients": sizes.gradient_window if spilled else sizes.gradients,
         "optimizer_state": sizes.update_window,
     }
@@ -243,7 +249,7 @@ def advice(plan: Plan, wanted: Choice | None = None) -> list[str]:
     if fewer:
         enough.append(f"--groups {fewer}: fits")
     if wanted and wanted != Choice() and make_plan(plan.given).fits:
-        enough.append("--gradients, --reference and --activations at auto: fits")
+        enough.append("--gradients, --reference, --activations and --suffix-activations at auto: fits")
     return enough or [text for _, text in sorted(helps)] or ["no single change is enough: take a smaller model or more GPUs"]
 
 

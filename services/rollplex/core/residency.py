@@ -16,7 +16,6 @@ from rollplex.core.phases import Phase
 class Residency(StrEnum):
     HBM = "hbm"
     PINNED = "pinned"
-    DISCARDED = "discarded"
 
 
 ALWAYS = frozenset(Phase)
@@ -34,18 +33,16 @@ class ContractRow:
     """Phases in which it may be in HBM."""
     parked: frozenset[Phase]
     """Phases in which it may be PINNED."""
-    permanent: bool = False
-    """May never be discarded: it cannot be computed again."""
 
 
-def _row(roles: str, hot: Iterable[Phase], parked: Iterable[Phase] = (), *, permanent: bool = False) -> ContractRow:
-    return ContractRow(frozenset(roles.split()), frozenset(hot), frozenset(parked), permanent)
+def _row(roles: str, hot: Iterable[Phase], parked: Iterable[Phase] = ()) -> ContractRow:
+    return ContractRow(frozenset(roles.split()), frozenset(hot), frozenset(parked))
 
 
 _O, _S, _U = Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE
 
 CONTRACT: dict[str, ContractRow] = {
-    "actor_snapshot": _row("trainer rollout", ALWAYS, permanent=True),
+    "actor_snapshot": _row("trainer rollout", ALWAYS),
     "rollout_kv": _row("rollout", [_O]),
     "boundary_trainer": _row("trainer", [_O, _S]),
     "boundary_reference": _row("reference", [_O, _S]),
@@ -53,7 +50,7 @@ CONTRACT: dict[str, ContractRow] = {
     "prefix_activations": _row("trainer", [_O, _S], [_O, _S]),
     "suffix_activations": _row("trainer reference", [_S]),
     "gradients": _row("trainer", [_S, _U], ALWAYS),
-    "optimizer_state": _row("trainer", [_U], ALWAYS, permanent=True),
+    "optimizer_state": _row("trainer", [_U], ALWAYS),
     "pinned_pool": _row("trainer", [], ALWAYS),
     "media": _row("coordinator", [], ALWAYS),
 }

@@ -14,6 +14,7 @@ from rollplex.core.errors import BadInput
 from rollplex.core.prompt_hash import prompt_hash
 from rollplex.model.config import ModelConfig
 from rollplex.model.positions import mrope_positions
+from rollplex.model.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class PromptInputs:
 
     def to(self, device: torch.device | str) -> PromptInputs:
         """Tokens and positions on `device`; pixels follow when the tower runs, grids and timing stay on the host."""
-        return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device))
+        return replace(self, token_ids=to_device(self.token_ids, device),
+                       positions=to_device(self.positions, device))
 
     def hash(self) -> str:
         arrays = (self.token_ids, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)

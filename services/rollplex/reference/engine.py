@@ -17,6 +17,7 @@ from rollplex.core.residency import Residency
 from rollplex.core.topology import torch_device
 from rollplex.engine.communicator import Communicator
 from rollplex.engine.device import device_errors
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.prompts import PromptReader
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena, Hold
@@ -56,14 +57,14 @@ class ReferenceEngine:
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
                  weights: Weights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int, device: str = "host",
-                 residency: str = "paged") -> None:
+                 residency: str = "paged", prefix_stream: PrefixStream | None = None) -> None:
         """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model.
         `device`: Topology.device_name of where it computes; the model is there. `residency`: ReferenceSection.weights."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
-        self._suffix_tokens = suffix_tokens
+        self._suffix_tokens, self._prefix_stream = suffix_tokens, prefix_stream
         self.residency = {OBJECT_CLASS: residency}
         self._device = torch_device(device)
         self._arena = Arena(self.role, device)
@@ -102,7 +103,7 @@ class ReferenceEngine:
                 for done, group in enumerate(groups, start=1):
                     context.check()
                     inputs = self._reader.read(group)
-                    boundary = prefix_forward(self._model, inputs.to(self._device))
+                    boundary = prefix_forward(self._model, inputs.to(self._device), limit=self._prefix_stream)
                     self._release(group.group_index)
                     hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
                     self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
@@ -142,6 +143,8 @@ class ReferenceEngine:
     def close(self) -> None:
         self.communicator.close()
         self._drop_boundaries()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._weights.close()
         self._session.close()
 

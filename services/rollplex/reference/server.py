@@ -11,6 +11,7 @@ from rollplex.core.topology import is_cuda
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, layout_hash, use_device
 from rollplex.engine.hbm_share import bound_allocator
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
 from rollplex.model import (
@@ -51,7 +52,8 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
-                           device=device, residency=section.weights, suffix_tokens=section.suffix_tokens)
+                           device=device, residency=section.weights, suffix_tokens=section.suffix_tokens,
+                           prefix_stream=open_prefix_stream(mesh, rank))
 
 
 def open_weights(residency: str, device: str, session: BrokerSession, model: VisionLanguageModel, checkpoint: Path, rank: int

@@ -12,6 +12,7 @@ from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
 from rollplex.engine import Communicator, PromptReader, layout_hash
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
@@ -37,7 +38,7 @@ class TrainerEngine:
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorSlabs,
                  checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
-                 check_hashes: bool = False) -> None:
+                 check_hashes: bool = False, prefix_stream: PrefixStream | None = None) -> None:
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash(model.config, model.layout)
         self.open_run_name, self.bound_snapshot = "", -1
@@ -46,7 +47,8 @@ class TrainerEngine:
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
-        self._prefixes = Prefixes(model, self._arena)
+        self._prefix_stream = prefix_stream
+        self._prefixes = Prefixes(model, self._arena, prefix_stream)
         self._views = actor.views()
         self._config = RunConfig()
         self._state: custody.RunState | None = None
@@ -250,6 +252,8 @@ class TrainerEngine:
         """Slabs stay with the broker."""
         self.communicator.close()
         self._close_run()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._actor.close()
         self._session.close()
 
@@ -266,7 +270,8 @@ class TrainerEngine:
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens,
+                            self._config.suffix_activations)
 
     def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
         for group in groups:

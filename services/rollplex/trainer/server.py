@@ -7,6 +7,7 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     ActorLayout,
@@ -45,7 +46,7 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
                                 timeout_s=config.mesh.collective_timeout_s)
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         check_hashes=section.check_hashes)
+                         check_hashes=section.check_hashes, prefix_stream=open_prefix_stream(config.mesh, rank))
 
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:

@@ -44,10 +44,16 @@ def engine_name(request):
 
 
 @pytest.fixture(scope="module")
-def mesh(engine_name, tmp_path_factory):
+def dtype():
+    """Of the actor; a module may have another."""
+    return "float32"
+
+
+@pytest.fixture(scope="module")
+def mesh(engine_name, dtype, tmp_path_factory):
     topology, replica = REPLICAS.get(engine_name, (Topology(), 0))
     folders = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("mesh", numbered=True)
-    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica) as made:
+    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica, dtype=dtype) as made:
         yield made
 
 

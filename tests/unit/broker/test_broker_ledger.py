@@ -60,14 +60,28 @@ def test_peaks_by_phase_start_with_what_is_held(book):
 def test_violations_of_the_phase_that_ended(book):
     book.add(slab("m", "media", "coordinator", 10))
     book.report("rollout-0#1", (ResidencyEntry("rollout_kv", "rollout", "host", "hbm", 7, 7),))
-    assert book.enter("r", 0, Phase.SUFFIX) == ()
     wrong = book.enter("r", 0, Phase.UPDATE)
-    assert wrong == ("rollout_kv: 7 bytes hbm on host in phase suffix",)
+    assert wrong == ("rollout_kv: 7 bytes hbm on host in phase update",)
     assert book.enter("r", 0, Phase.UPDATE) == wrong, "a retried call gets the same answer"
     book.forget("rollout-0#1")
     book.report("trainer-0#2", (ResidencyEntry("optimizer_state", "trainer", "host", "hbm", 9, 9),))
-    assert book.enter("", -1, Phase.IDLE) == ()
-    assert book.enter("r", 1, Phase.OVERLAP) == ("optimizer_state: 9 bytes hbm on host in phase idle",)
+    assert book.enter("", -1, Phase.IDLE) == ("optimizer_state: 9 bytes hbm on host in phase idle",)
+    book.forget("trainer-0#2")
+    assert book.enter("r", 1, Phase.OVERLAP) == ()
+
+
+def test_what_engines_report_must_suit_the_phase_that_begins(book):
+    """Slabs are judged at the end of a phase only: what may be parked has until then to go."""
+    kept = ResidencyEntry("boundary_trainer", "trainer", "cuda:0", "hbm", 5, 5)
+    book.add(Slab("g", "gradients", "trainer", "cuda:0", 9, run="r"))
+    book.report("rollout-0#1", (ResidencyEntry("rollout_kv", "rollout", "cuda:0", "hbm", 7, 7),))
+    book.report("trainer-0#2", (kept,))
+    assert book.enter("r", 0, Phase.SUFFIX) == (
+        "gradients: 9 bytes hbm on cuda:0 in phase overlap", "rollout_kv: 7 bytes hbm on cuda:0 in phase suffix")
+    book.report("rollout-0#1", (ResidencyEntry("rollout_kv", "rollout", "cuda:0", "hbm", 0, 7),))
+    assert book.enter("r", 0, Phase.UPDATE) == ("boundary_trainer: 5 bytes hbm on cuda:0 in phase update",)
+    book.forget("trainer-0#2")
+    assert book.enter("r", 0, Phase.SUFFIX) == ()
 
 
 @pytest.mark.parametrize(("object_class", "device", "expected"), [

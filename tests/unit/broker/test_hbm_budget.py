@@ -112,6 +112,8 @@ def test_a_phase_counts_what_is_held_or_planned(rig):
     assert rows == {"actor_snapshot": ["6,000", "0", "6,000"], "boundary_trainer": ["500", "0", "500"],
                     "gradients": ["0", "4,000", "4,000"]}
     assert mesh.custody.ledger.phase is Phase.OVERLAP, "a phase that was refused has not begun"
+    mesh.report("boundary_trainer", 0)
+    mesh.create("much", "actor_snapshot", "host:0", 4000)
     assert mesh.enter(Phase.IDLE, run="") == ()
 
 
@@ -131,7 +133,7 @@ def plan(**changes) -> Plan:
     base = {"shapes": shapes, "topology": Topology(), "gpus": 1, "hbm_bytes": 100 * GIB, "host_bytes": 100 * GIB,
             "runtime_bytes": 0, "work": Work(groups=8, samples=8, prompt_tokens=512, response_tokens=64, micro_batch_samples=2,
                                              chunk_elements=1 << 16)}
-    return make_plan(PlanInput(**(base | changes)), Choice("hbm", "pinned", "recompute"))
+    return make_plan(PlanInput(**(base | changes)), Choice("hbm", "pinned", "recompute", "recompute"))
 
 
 def walk(mesh: Rig, found: Plan) -> None:

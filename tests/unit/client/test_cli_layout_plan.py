@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from rollplex.core.config import SAVED_MODES
 from rollplex.core.errors import OutOfMemory
 from rollplex.core.host_memory import default_host_limit_bytes
-from rollplex.core.memory_plan import ACTIVATIONS, GRADIENTS, REFERENCE
+from rollplex.core.memory_plan import AUTO, KNOWN
 from rollplex.core.memory_sizes import PLAN_SCHEDULES
 from rollplex.core.model_layout import TRAIN_LAYOUTS
 from rollplex_client.cli import arguments as options
@@ -29,10 +28,9 @@ def run(capsys, *argv: str) -> tuple[int, dict]:
 def test_the_options_are_the_planners():
     """arguments.py imports nothing, so that --help is instant."""
     assert options.TRAIN_LAYOUTS == TRAIN_LAYOUTS and options.SCHEDULES == PLAN_SCHEDULES
-    assert set(SAVED_MODES) == set(ACTIVATIONS)
-    for name, values in (("gradients", GRADIENTS), ("reference", REFERENCE), ("activations", ACTIVATIONS)):
-        for value in values:
-            parsed = options.build_parser().parse_args(["plan", *SHAPE, f"--{name}", value])
+    for name, values in KNOWN.items():
+        for value in (AUTO, *values):
+            parsed = options.build_parser().parse_args(["plan", *SHAPE, f"--{name.replace('_', '-')}", value])
             assert getattr(parsed, name) == value
 
 

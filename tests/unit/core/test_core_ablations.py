@@ -16,7 +16,7 @@ from rollplex.core.topology import Topology
 from rollplex_client.cli.published import model_shapes
 
 NAMES = ("no_state_offload", "rollout_resident", "unchunked_optimizer", "no_weight_sharing")
-CHOICE = Choice("hbm", "pinned", "from_inputs")
+CHOICE = Choice("hbm", "pinned", "from_inputs", "recompute")
 
 
 def given(**changes) -> PlanInput:

@@ -89,7 +89,7 @@ def test_gradient_lands_in_the_slab(opened):
 
 @pytest.mark.parametrize("fields", [
     {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 3}, {"saved_activations": "recompute"},
-    {"saved_activations": "offload"}, {"saved_activations": "from_inputs"},
+    {"saved_activations": "offload"}, {"saved_activations": "from_inputs"}, {"suffix_activations": "recompute"},
 ], ids=str)
 def test_ways_of_computing_agree(opened, fields):
     """float64; sums in another order differ by 1e-16 an operation, so 1e-12 of the largest entry leaves ample room."""
@@ -109,6 +109,20 @@ def test_keep_recompute_and_offload_are_bit_identical_in_float32(opened):
         train(engine, *make_groups())
         found.append(engine._state.gradients.flat.clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_suffixes_kept_or_recomputed_are_bit_identical(opened):
+    """In every dtype, and with less in the account."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found, peaks = [], []
+        for mode in ("keep", "recompute"):
+            broker = DictBroker()
+            engine = opened(dtype, broker=broker, suffix_activations=mode)
+            train(engine, *make_groups())
+            found.append(engine._state.gradients.flat.clone())
+            peaks += [entry.peak_bytes for entry in broker.reported if entry.object_class == "suffix_activations"]
+        assert found[0].any() and torch.equal(*found), dtype
+        assert 0 < peaks[1] < peaks[0] / 2, peaks
 
 
 def test_splitting_a_mini_batch_into_calls_and_reordering_groups_changes_nothing(opened):
