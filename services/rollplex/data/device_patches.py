@@ -88,8 +88,9 @@ def patches(frames_THWC: torch.Tensor, part: Any) -> torch.Tensor:
         x_THWC = torch.cat((x_THWC, x_THWC[-1:].expand(missing, -1, -1, -1)))
     steps, size, merge = part.temporal_patch_size, part.patch_size, part.merge_size
     frames, height, width, channels = x_THWC.shape
-    cut = x_THWC.view(frames // steps, steps, height // (merge * size), merge, size, width // (merge * size), merge, size, channels)
-    #                 0 t                1 u    2 h                      3 m    4 p   5 w                     6 m    7 p   8 C
+    rows, columns = height // (merge * size), width // (merge * size)
+    #                 0 t              1 u    2 h   3 m    4 p   5 w      6 m    7 p   8 C
+    cut = x_THWC.view(frames // steps, steps, rows, merge, size, columns, merge, size, channels)
     return cut.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels * steps * size * size)
 
 

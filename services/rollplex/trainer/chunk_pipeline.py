@@ -1,8 +1,8 @@
 """Where the streamed update works on a chunk: three steps, in turn on a host, on three streams of a GPU.
 
-`load` -> `computing` (AdamW) -> `write_back` -> `wait_written` -> `computing` (cast) -> `done`, by the chunk's index. On a GPU chunk
-i+1 is on its way in, i in AdamW and i-1 on its way out at the same time, so `lag` chunks lie between these steps, and three
-staging buffers take turns. A host is the case of lag 0 and one buffer.
+`load` -> `computing` (AdamW) -> `write_back` -> `wait_written` -> `computing` (cast) -> `done`, by the chunk's index. On a GPU
+chunk i+1 is on its way in, i in AdamW and i-1 on its way out at the same time, so `lag` chunks lie between these steps, and
+three staging buffers take turns. A host is the case of lag 0 and one buffer.
 
 Legend: R rows (master, two moments and, where gradients lie elsewhere, the gradient), E elements of the largest chunk.
 """
@@ -34,6 +34,9 @@ class ChunkPipeline:
     def peak_bytes(self, elements: int) -> int:
         """Working memory that an update with chunks of up to so many elements takes."""
         return len(self._buffers) * self._buffers.shape[1] * elements * self._buffers.element_size()
+
+    def begin(self) -> None:
+        """Before the first load."""
 
     def load(self, index: int, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Chunk's rows [n], in host memory -> [R, n] in working memory, which `computing` may touch until `done`."""
@@ -69,6 +72,8 @@ class CudaPipeline(ChunkPipeline):
         count = len(self._buffers)
         self._loaded, self._computed, self._written, self._free = (
             [torch.cuda.Event() for _ in range(count)] for _ in range(4))
+
+    def begin(self) -> None:
         # Gradients, and whatever used the buffers' memory before, come first.
         for stream in (self._loading, self._computing):
             stream.wait_stream(torch.cuda.current_stream(self.device))

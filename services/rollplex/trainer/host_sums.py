@@ -1,6 +1,6 @@
 """Gradient sums in host memory while the model is on a GPU: read, added to and written back piece by piece.
 
-The price of keeping them out of HBM is 8 bytes a parameter over the bus for every backward pass, on a stream of its own beside it.
+The price of keeping them out of HBM is 8 bytes a parameter over the bus for every backward pass, on a stream beside it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The streamed update: AdamW chunk by chunk, each committed by its flip record, each cast into the slabs that rollout reads.
 
 Protocol: update-protocol.md, "Order inside UPDATE", 4. A chunk goes load -> AdamW -> write-back to a spare slot -> flip ->
-cast; on a GPU neighbouring chunks are in different steps at the same time (chunk_pipeline.py), each in this order. `run` may be interrupted anywhere and called again, by this process or its successor, with the same order: chunks whose
-flip is on record are only cast again, the others are computed from their old slot and the gradient buffer, which changes
-only after the last flip. The result is bit-identical to an unbroken run.
+cast; on a GPU neighbouring chunks are in different steps at the same time (chunk_pipeline.py), each in this order. `run` may be
+interrupted anywhere and called again, by this process or its successor, with the same order: chunks whose flip is on record are
+only cast again, the others are computed from their old slot and the gradient buffer, which changes only after the last flip.
+The result is bit-identical to an unbroken run.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ class StreamedUpdate:
         self._loads_gradients = gradients.flat.device.type != self._device.type
         self._unflipped: dict[int, int] = {}
         """Slot by chunk, of write-backs under way."""
+        self._dtype = getattr(torch, state.layout.dtype)
+        rows = 4 if self._loads_gradients else 3
+        self._pipeline: ChunkPipeline = pipeline_for(self._device, rows, state.layout.slot_elements, self._dtype)
+
+    @property
+    def working_bytes(self) -> int:
+        """On the device, whatever the model's size."""
+        return self._pipeline.peak_bytes(max((chunk.element_count for chunk in self._state.layout.chunks), default=0))
 
     def run(self, order: UpdateOrder, after_chunk: Callable[[int, int], None] = lambda done, total: None) -> UpdateResult:
         """Brings every chunk to `order.optimizer_step` and the actor with it. `after_chunk(done, total)` may raise.
@@ -55,9 +64,7 @@ class StreamedUpdate:
         """
         state, chunks = self._state, self._state.layout.chunks
         self._check_step(order.optimizer_step)
-        dtype = getattr(torch, state.layout.dtype)
-        rows = 4 if self._loads_gradients else 3
-        self._pipeline: ChunkPipeline = pipeline_for(self._device, rows, state.layout.slot_elements, dtype)
+        self._pipeline.begin()
         self._unflipped.clear()
         count, lag = len(chunks), self._pipeline.lag
         work: dict[int, torch.Tensor] = {}
@@ -76,7 +83,7 @@ class StreamedUpdate:
                     self._pipeline.wait_written(index)
                     state.flip(index, self._unflipped.pop(index), order.optimizer_step)
                     elements = chunks[index].element_count
-                    moved += 2 * 3 * elements * dtype.itemsize
+                    moved += 2 * 3 * elements * self._dtype.itemsize
                     peak = max(peak, self._pipeline.peak_bytes(elements))
                 self._cast(index, work.pop(index)[0])
                 after_chunk(index + 1, count)
