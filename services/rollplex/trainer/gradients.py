@@ -45,7 +45,9 @@ class GradientBuffer:
             self._flat_of[name] = self.flat[start:start + count]
             self.views[name] = _as_stored(model, name, self._flat_of[name])
             start += count
-        self._sums = HostSums(self._device) if self.flat.device != self._device else None
+        self.apart = lies_apart(self.flat, self._device)
+        """The buffer is in host memory, the model on a GPU."""
+        self._sums = HostSums(self._device) if self.apart else None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
@@ -128,6 +130,10 @@ class GradientBuffer:
         if self._model.tp_size > 1:
             dist.all_reduce(total, group=self._model.group)
         return math.sqrt(value) if math.isfinite(value := float(total)) else value
+
+
+def lies_apart(flat: torch.Tensor, device: torch.device) -> bool:
+    return flat.device.type != device.type
 
 
 def _as_stored(model: VisionLanguageModel, name: str, flat: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class StreamedUpdate:
         self._one_dimensional = {name for name, view in gradients.views.items() if view.dim() < 2}
         self._rates = config.module_learning_rates()
         self._device = torch.device(device)
-        self._loads_gradients = gradients.flat.device.type != self._device.type
+        self._loads_gradients = gradients.apart
         self._unflipped: dict[int, int] = {}
         """Slot by chunk, of write-backs under way."""
         self._dtype = getattr(torch, state.layout.dtype)
