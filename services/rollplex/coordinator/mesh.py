@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ class Mesh:
                 state.bound_snapshot = run.snapshot
         by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
                    for rank, outcome in zip(group.ranks, outcomes)}
-        check_one_actor(self.topology, by_rank)
+        ablation = json.loads(run.config_json or "{}").get("ablation", {})
+        check_one_actor(self.topology, by_rank, shared=not ablation.get("no_weight_sharing"))
         rollouts = [outcome for group, outcomes in zip(groups, bound) if group in self.rollouts for outcome in outcomes]
         return Copied(sum(outcome.value.copied_bytes for outcome in rollouts), max(outcome.work_s for outcome in rollouts))
 

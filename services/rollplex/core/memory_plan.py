@@ -194,6 +194,9 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
     relaxed = relaxed_classes(given.ablation, reference_resident=choice.reference == "resident")
     for name, phase in itertools.product(relaxed, WORKING_PHASES):
         held[phase][name] = peak[name]
+    if given.ablation.no_state_offload:
+        # The update works beside the state all the same.
+        held[Phase.UPDATE]["optimizer_state"] += sizes.update_window
     for phase in WORKING_PHASES:
         held[phase][RUNTIME] = given.runtime_bytes
     return held

@@ -19,6 +19,8 @@ from rollplex.core.topology import Topology
 GIB = 1 << 30
 PIPELINE_CHUNKS = 3
 """Load, update and write-back: chunks of the streamed update that are under way at once."""
+WORKSPACE_ROWS = 3
+"""Of AdamW at once, as long as a chunk each (trainer/chunk_pipeline.py)."""
 LOGIT_CHUNK_TOKENS = 1024
 PLAN_SCHEDULES = ("serial", "overlap", "disaggregated")
 
@@ -153,8 +155,10 @@ class Sizes:
 
     @property
     def update_window(self) -> int:
-        """FP32 state in HBM during the streamed update."""
-        return min(PIPELINE_CHUNKS * 3 * self.chunk_elements * self.state_item, self.master + self.moments)
+        """FP32 state in HBM during the streamed update: of the chunks under way, and AdamW's temporaries of one."""
+        chunk = min(self.chunk_elements, self.trainable)
+        under_way = min(PIPELINE_CHUNKS, -(-self.trainable // chunk)) if chunk else 0
+        return (3 * under_way + WORKSPACE_ROWS) * chunk * self.state_item
 
     @property
     def gradient_window(self) -> int:

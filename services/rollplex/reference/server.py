@@ -48,9 +48,10 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
                                     role="reference")
     weights = open_weights(section.weights, device, session, model, checkpoint, rank)
-    reader = PromptReader(session, processor, model_config)
+    reader = PromptReader(session, processor, model_config, computes_on)
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
-    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
+    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
+                                device=str(computes_on))
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
                            device=device, residency=section.weights, suffix_tokens=section.suffix_tokens,
                            prefix_stream=open_prefix_stream(mesh, rank))

@@ -22,6 +22,8 @@ from rollplex.rollout.workers import Workers, process_name
 from rollplex.rpc.engine_server import serve_engine
 from rollplex.rpc.server import configure_logging, run
 
+GIB = 1 << 30
+
 
 def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count; the `torch` engine with
@@ -30,7 +32,8 @@ def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
     model = read_model_config(config.model.checkpoint)
     processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     tokens, session = build(config, replica, model, processor)
-    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, session))
+    pool = round(config.rollout.vllm.kv_cache_gib * GIB) if config.rollout.engine == "vllm" else 0
+    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, session), pool)
 
 
 def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor
@@ -47,11 +50,9 @@ def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, proces
     return TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows), shard.session
 
 
-def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies | None:
-    """For a replica on devices of its own; None where it shares the trainer's."""
+def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies:
+    """To devices of its own, or beside the trainer's slabs, if the run asks for that."""
     topology = config.mesh.topology
-    if not topology.own_replicas:
-        return None
     pairs = zip(topology.source(replica), topology.replica_devices(replica))
     return SnapshotCopies(session, [ShardCopy(topology.device_name(source), topology.device_name(own)) for source, own in pairs])
 
