@@ -156,14 +156,12 @@ class Sizes:
     @property
     def update_window(self) -> int:
         """FP32 state in HBM during the streamed update: of the chunks under way, and AdamW's temporaries of one."""
-        chunk = min(self.chunk_elements, self.trainable)
-        under_way = min(PIPELINE_CHUNKS, -(-self.trainable // chunk)) if chunk else 0
-        return (3 * under_way + WORKSPACE_ROWS) * chunk * self.state_item
+        return (3 * PIPELINE_CHUNKS + WORKSPACE_ROWS) * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def gradient_window(self) -> int:
         """Spilled gradients in HBM."""
-        return min(PIPELINE_CHUNKS * self.chunk_elements * self.state_item, self.gradients)
+        return PIPELINE_CHUNKS * min(self.chunk_elements, self.trainable) * self.state_item
 
     def kv_token(self, tp: int) -> int:
         """Keys and values of one token on a rank, all layers."""

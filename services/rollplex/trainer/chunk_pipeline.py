@@ -21,13 +21,11 @@ WORKSPACE_ROWS = 3
 class ChunkPipeline:
     """On a host. Chunks go through in the order of their indices."""
 
-    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, lag: int = 0,
-                 chunks: int | None = None) -> None:
-        """`elements`: E. `rows`: R. `chunks`: of an update, where they are fewer than the buffers otherwise."""
+    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, lag: int = 0) -> None:
+        """`elements`: E. `rows`: R."""
         self.lag = lag
         """The loop computes chunk i - lag after it has loaded i, and ends i - 2 * lag."""
-        count = 2 * lag + 1 if chunks is None else max(1, min(2 * lag + 1, chunks))
-        self._buffers = torch.empty(count, rows, elements, dtype=dtype, device=device)
+        self._buffers = torch.empty(2 * lag + 1, rows, elements, dtype=dtype, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -68,9 +66,8 @@ class ChunkPipeline:
 class CudaPipeline(ChunkPipeline):
     """On a GPU. Host memory must be registered (HostRegistration), or nothing overlaps."""
 
-    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str, *,
-                 chunks: int | None = None) -> None:
-        super().__init__(rows, elements, dtype, device, lag=1, chunks=chunks)
+    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__(rows, elements, dtype, device, lag=1)
         self._loading, self._computing, self._writing = (torch.cuda.Stream(self.device) for _ in range(3))
         count = len(self._buffers)
         self._loaded, self._computed, self._written, self._free = (
@@ -118,9 +115,9 @@ class CudaPipeline(ChunkPipeline):
             stream.synchronize()
 
 
-def pipeline_for(device: torch.device, rows: int, elements: int, dtype: torch.dtype, chunks: int) -> ChunkPipeline:
+def pipeline_for(device: torch.device, rows: int, elements: int, dtype: torch.dtype) -> ChunkPipeline:
     kind = CudaPipeline if device.type == "cuda" else ChunkPipeline
-    return kind(rows, elements, dtype, device, chunks=chunks)
+    return kind(rows, elements, dtype, device)
 
 
 def _copy_rows(target: torch.Tensor, source: Sequence[torch.Tensor] | torch.Tensor) -> None:
