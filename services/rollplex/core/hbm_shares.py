@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rollplex.core.memory_plan import Plan
-from rollplex.core.memory_sizes import GIB
+from rollplex.core.errors import BadInput
+from rollplex.core.memory_plan import AUTO, Choice, Plan, make_plan
+from rollplex.core.memory_sizes import GIB, PlanInput
 from rollplex.core.residency import CONTRACT
 
 SLABS = frozenset({"actor_snapshot", "reference_weights"})
@@ -33,13 +34,25 @@ class EngineChoices:
                 "reference": {key: name for name, key in REFERENCE_KEYS.items()}[self.reference]}
 
 
+def engine_plan(given: PlanInput, wanted: Choice) -> Plan:
+    """The best plan that the engines of this release offer. Raises BadInput for a choice that none of them has."""
+    if given.moments_dtype != "float32":
+        raise BadInput(f"Adam moments in {given.moments_dtype}: the trainer keeps them in float32", reason="BAD_PLAN")
+    if wanted.reference not in (AUTO, *REFERENCE_KEYS):
+        raise BadInput(f"reference weights {wanted.reference!r}: the reference offers {', '.join(REFERENCE_KEYS)}",
+                       reason="BAD_PLAN")
+    offered = REFERENCE_KEYS if wanted.reference == AUTO else (wanted.reference,)
+    plans = [make_plan(given, replace(wanted, reference=reference)) for reference in offered]
+    return max(plans, key=lambda plan: (plan.fits, plan.kv_share))
+
+
 def role_share(plan: Plan, role: str) -> int:
-    """Bytes of one device that a role's own allocator may hold: its largest column, and the runtime's share."""
+    """Bytes of one device that a role's own allocator may hold: its largest column, a tenth for fragments, and the runtime's."""
     columns = [column for column in plan.columns if (column.name == "ROLLOUT GPU") == (
         role == "rollout" and plan.given.schedule == "disaggregated")]
     held = max(sum(size for name, size in column.hbm.items() if name not in SLABS and role in _roles(name))
                for column in columns)
-    return min(held + plan.given.runtime_bytes, plan.given.hbm_bytes)
+    return min(held * 11 // 10 + plan.given.runtime_bytes, plan.given.hbm_bytes)
 
 
 def plan_keys(plan: Plan) -> dict[str, dict[str, Any]]:
