@@ -27,9 +27,7 @@ class IterationNeeds:
     """Classes that this iteration has nothing of."""
 
     def planned(self, phase: Phase) -> list[PlannedBytes]:
-        if self.plan is None:
-            return []
-        return [item for item in self.plan.planned(phase) if item.object_class not in self.left_out]
+        return [] if self.plan is None else self.plan.planned(phase, self.left_out)
 
     @property
     def relaxed(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Which class may be where in which phase comes from the residency contract; sizes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
 from rollplex.core.config import SAVED_MODES, SUFFIX_MODES, AblationConfig
@@ -87,16 +87,17 @@ class Plan:
         """Classes whose row of the contract does not hold in this run."""
         return relaxed_classes(self.given.ablation, reference_resident=self.choice.reference == "resident")
 
-    def needs(self, phase: Phase) -> dict[str, int]:
-        """Object class -> bytes of one training GPU at the largest column of a phase; empty for IDLE."""
-        columns = [column for column in self.columns if column.phase is phase and column.name != "ROLLOUT GPU"]
-        return dict(max(columns, key=lambda column: column.total).hbm) if columns else {}
+    def needs(self, phase: Phase, without: Container[str] = ()) -> dict[str, int]:
+        """Object class -> bytes of one training GPU at the largest column of a phase, some classes left out; empty for IDLE."""
+        columns = [{name: size for name, size in column.hbm.items() if name not in without}
+                   for column in self.columns if column.phase is phase and column.name != "ROLLOUT GPU"]
+        return max(columns, key=lambda held: sum(held.values()), default={})
 
-    def planned(self, phase: Phase) -> list[PlannedBytes]:
+    def planned(self, phase: Phase, without: Container[str] = ()) -> list[PlannedBytes]:
         """`needs` of every device of the plan's topology; what rollout's own devices need is not among it."""
         topology = self.given.topology
         return [PlannedBytes(name, topology.device_name(device), size) for device in range(topology.train_tp)
-                for name, size in self.needs(phase).items()]
+                for name, size in self.needs(phase, without).items()]
 
     @property
     def peak(self) -> Column:
