@@ -172,7 +172,8 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
     """Every finished sample is journalled and goes to its rewards at once, while others still decode."""
     sampling = work.config.sampling
     order = Sampling(sampling.temperature, sampling.max_response_tokens, greedy=work.key.validation,
-                     seed=work.config.seed, deterministic=work.config.deterministic)
+                     seed=work.config.seed, deterministic=work.config.deterministic,
+                     length_distribution="" if work.key.validation else sampling.length_distribution)
 
     async def on_samples(finished: Sequence[FinishedSample]) -> None:
         records = [SampleRecord(sample.group_index, sample.sample_index, sample.token_ids, sample.logprobs,
