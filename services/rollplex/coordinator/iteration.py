@@ -91,12 +91,14 @@ class IterationWork:
 
 async def run_iteration(work: IterationWork) -> None:
     """k -> k+1. On an error before UPDATE begins nothing has changed; see update.py for after."""
-    await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
-    await work.move(PhaseEvent.BEGIN)
+    with work.timeline.span(Phase.IDLE, "ready"):
+        await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
+        await work.move(PhaseEvent.BEGIN)
     with work.timeline.span(Phase.OVERLAP, "overlap"):
         await _within_deadline(_overlap(work), work, "OVERLAP")
-    await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
-    await work.move(PhaseEvent.RESPONSES_FIXED)
+    with work.timeline.span(Phase.OVERLAP, "release"):
+        await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
+        await work.move(PhaseEvent.RESPONSES_FIXED)
     kept = await _within_deadline(_score(work), work, "SUFFIX")
     batches = _mini_batches(kept, work.config.optimizer.updates_per_iteration)
     work.batch_count = len(batches)
