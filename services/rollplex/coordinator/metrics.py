@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import defaultdict
@@ -33,9 +34,20 @@ def sample_metrics(prompts: Sequence[Prompt], samples: Sequence[SampleRecord]) -
     for name, values in sorted(_parts(samples).items()):
         metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
         metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
+    metrics["rollplex/prompts_hash"] = prompts_hash(prompts)
     prompt_tokens = sum(len(prompt.group.token_ids) * prompt.group.sample_count for prompt in prompts)
     metrics["perf/total_num_tokens"] = metrics["num_tokens"] = float(prompt_tokens + sum(lengths))
     return metrics
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> float:
+    """The first 48 bits of a hash over token ids, grids and media bytes: equal numbers, equal prompts in equal order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.group.prompt_hash.encode())
+        for item in prompt.group.media:
+            digest.update(item.sha256.encode())
+    return float(int.from_bytes(digest.digest()[:6], "big"))
 
 
 def group_metrics(groups: Sequence[Sequence[SampleRecord]]) -> dict[str, float]:
