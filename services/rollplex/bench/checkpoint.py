@@ -57,7 +57,7 @@ def raw_config(shape: str) -> dict[str, Any]:
 
 
 def build_checkpoint(directory: Path, shape: str, *, seed: int, device: str, dtype: str = "bfloat16") -> int:
-    """Writes the whole directory; returns the bytes of its weights. The same shape, seed and kind of device give the same ones."""
+    """Writes the whole directory; returns the bytes of its weights, which shape, seed and kind of device decide."""
     raw = raw_config(shape)
     config = Qwen2_5_VLConfig.from_dict(raw)
     config.dtype = getattr(torch, dtype)

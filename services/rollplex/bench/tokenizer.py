@@ -30,7 +30,7 @@ def build_tokenizer(vocab_size: int, first_special: int, max_tokens: int) -> Qwe
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     found = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
     if len(tokenizer) != vocab_size or found != list(range(first_special, first_special + len(SPECIAL_TOKENS))):
-        raise ValueError(f"{len(tokenizer)} tokens, not {vocab_size}, or special ones elsewhere than from {first_special} on: {found}")
+        raise ValueError(f"{len(tokenizer)} tokens, not {vocab_size}, or special ones not from {first_special} on: {found}")
     return tokenizer
 
 

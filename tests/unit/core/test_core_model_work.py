@@ -1,13 +1,21 @@
 """Counts against ones made by hand, and against what torch counts on the real modules."""
 
+import json
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from rollplex.core.model_work import GroupWork, ModelWork, PromptSize, tokens_of
-from rollplex.core.shapes import ModelShapes, VisionShapes, shapes_from_config
-from rollplex_client.cli.published import PUBLISHED, model_shapes
+from rollplex.torchvision_ops import ensure_torchvision
+
+ensure_torchvision()  # before transformers' model code is imported
+
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
+
+from rollplex.core.errors import BadInput  # noqa: E402
+from rollplex.core.model_work import GroupWork, ModelWork, PromptSize, tokens_of  # noqa: E402
+from rollplex.core.shapes import ModelShapes, VisionShapes, shapes_from_config  # noqa: E402
+from rollplex_client.cli.published import PUBLISHED, model_shapes  # noqa: E402
 
 SMALL = ModelShapes(64, 96, 3, 4, 2, 320, False, VisionShapes(
     depth=4, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, fullatt_block_indexes=(3,)))
@@ -94,10 +102,6 @@ def test_7b_has_the_published_sizes():
 
 
 def test_a_tower_without_its_own_blocks_listed_is_refused_when_they_are_no_list():
-    import json
-
-    from rollplex.core.errors import BadInput
-
     raw = json.loads((PUBLISHED / "Qwen2.5-VL-3B.json").read_text())
     assert shapes_from_config(raw, "x").vision.window_patches == 64
     raw["vision_config"]["fullatt_block_indexes"] = "7"
