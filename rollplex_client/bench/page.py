@@ -44,7 +44,7 @@ def render(result: dict[str, Any]) -> str:
         f"KL {job['kl_coef']:g}</p>",
         section("Arms", _table("", arm_columns(result), main_rows(result)),
                 "Medians over all iterations but the first. FLOPs of MFU count the vision tower, prompts once a group and role, "
-                "and no recomputation (rollplex.core.model_work). GPU memory is what the driver reports for all processes together."),
+                "and no recomputation (rollplex.core.model_work). GPU memory is what the driver reports for all processes."),
         section("Where time goes", timeline(result), "The last iteration of every arm; the rollout bar is split as its engine "
                 "timed prompts and decoding."),
         section("Seconds by phase", _table("", arms, phase_rows(result))),

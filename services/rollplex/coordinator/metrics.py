@@ -76,7 +76,8 @@ def time_metrics(timeline: Timeline, tokens: float) -> dict[str, float]:
     names = {"generate": "gen", "reward": "reward", "reference_prefix": "prefix_reference",
              "trainer_prefix": "prefix_trainer", "score": "ref", "advantage": "adv", "old_logprob": "old_log_prob",
              "suffix": "update_actor", "update": "update_weights", "overlap": "overlap", "ready": "ready",
-             "release": "release_kv", "leave": "leave_snapshot", "gradient_norm": "grad_norm", "write": "write_weights", "bind": "bind"}
+             "release": "release_kv", "leave": "leave_snapshot", "gradient_norm": "grad_norm", "write": "write_weights",
+             "bind": "bind"}
     metrics = {f"timing_s/{name}": timeline.seconds(span) for span, name in names.items() if span in timeline.spans}
     metrics["timing_s/step"] = metrics["perf/time_per_step"] = metrics["step_time"] = step_s
     metrics["perf/throughput"] = tokens / step_s
