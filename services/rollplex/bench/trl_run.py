@@ -26,6 +26,7 @@ ensure_torchvision()  # before transformers' model code is imported
 
 from datasets import Dataset  # noqa: E402
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rollplex.model.vision import ATTENTION_NAME, register_window_attention  # noqa: E402
@@ -39,6 +40,27 @@ SETTINGS = {
     "importance_sampling": "vllm_importance_sampling_correction off: it costs a forward pass that Rollplex does not make",
     "vision_attention": "variable-length flash attention in the tower, where transformers without flash-attn loops over windows",
     "attention": "sdpa in the decoder", "optimizer": "adamw_torch_fused on a GPU", "gradient_checkpointing": "on"}
+
+
+TOWER_ATTENTION = "bench_flash_windows"
+"""transformers hands all windows over at once only to an implementation whose name contains "flash"."""
+
+
+def use_tower_attention(model: torch.nn.Module) -> None:
+    """Our tower's variable-length attention, in place of a loop over every window of every image."""
+    register_window_attention()
+    AttentionInterface.register(TOWER_ATTENTION, _tower_attention)
+    # Not set_attn_implementation: it takes any name with "flash" for a kernel to download.
+    model.model.visual.config._attn_implementation = TOWER_ATTENTION
+
+
+def _tower_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                     attention_mask: torch.Tensor | None, *, cu_seq_lens_q: torch.Tensor, max_length_q: Any, **options: Any
+                     ) -> tuple[torch.Tensor, None]:
+    """Offsets where and as ours are; which type and device transformers has them in depends on its version."""
+    return ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](
+        module, query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q.to(query.device, torch.int32),
+        max_length_q=int(max_length_q), **options)
 
 
 class Clock(TrainerCallback):
@@ -200,10 +222,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     trainer = GRPOTrainer(model=job["checkpoint"], reward_funcs=checked_reward(job, lambda: holder[0]), args=config,
                           train_dataset=make_dataset(job), callbacks=[clock])
     holder.append(trainer)
-    register_window_attention()
     for model in filter(None, (trainer.model, trainer.ref_model)):
-        # Not set_attn_implementation: it takes any name with "flash" for a kernel to download.
-        model.model.visual.config._attn_implementation = ATTENTION_NAME
+        use_tower_attention(model)
     rollout = Rollout(job, trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -20,7 +20,13 @@ from rollplex.bench.__main__ import _once  # noqa: E402
 from rollplex.bench.checkpoint import PUBLISHED, build_checkpoint, raw_config  # noqa: E402
 from rollplex.bench.probe import stated  # noqa: E402
 from rollplex.bench.tokenizer import SPECIAL_TOKENS, build_tokenizer  # noqa: E402
-from rollplex.bench.trl_run import ForcedLengths, collapsed, frames_of, make_dataset  # noqa: E402
+from rollplex.bench.trl_run import (  # noqa: E402
+    ForcedLengths,
+    collapsed,
+    frames_of,
+    make_dataset,
+    use_tower_attention,
+)
 from rollplex.bench.videos import Clips, build_workload, choose_clips, fill_text  # noqa: E402
 from rollplex.data.processor import PromptProcessor  # noqa: E402
 from rollplex.model import ActorLayout, read_model_config  # noqa: E402
@@ -185,3 +191,14 @@ def test_forced_lengths_end_each_row_at_its_own():
     assert torch.isinf(first[1, [5, 6]]).all() and torch.isfinite(first[1]).sum() == 6
     third = force(torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 8))
     assert third[1].argmax() == 5
+
+
+def test_trl_s_tower_computes_the_same_with_our_attention(checkpoint):
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    pixels, grid = torch.randn(2 * 12 * 16, 1176, generator=torch.Generator().manual_seed(0)), torch.tensor([[1, 12, 16]] * 2)
+    with torch.inference_mode():
+        expected = model.model.visual(pixels, grid_thw=grid).pooler_output
+        use_tower_attention(model)
+        assert model.model.visual.blocks[0].attn.config._attn_implementation == "bench_flash_windows"
+        found = model.model.visual(pixels, grid_thw=grid).pooler_output
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
