@@ -97,15 +97,19 @@ class Job:
                                for iteration in range(self.iterations)]}
 
 
-def make_job(arguments: argparse.Namespace, built: dict[str, Any]) -> Job:
-    """Raises BadInput for numbers that make no job."""
-    for name, least in (("groups", 1), ("samples", 2), ("iterations", 2), ("max_response_tokens", 1)):
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Raises BadInput for options that make no job."""
+    for name, least in (("prompt_tokens", 1), ("groups", 1), ("samples", 2), ("iterations", 2), ("max_response_tokens", 1)):
         if getattr(arguments, name) < least:
             raise BadInput(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least {least}"
                            + (": the first is left out" if name == "iterations" else ""), reason="BAD_JOB")
     if not 1 <= arguments.response_tokens <= arguments.max_response_tokens:
         raise BadInput(f"--response-tokens is {arguments.response_tokens:g}; it must be between 1 and --max-response-tokens, "
                        f"{arguments.max_response_tokens}", reason="BAD_JOB")
+
+
+def make_job(arguments: argparse.Namespace, built: dict[str, Any]) -> Job:
+    """Of options that were checked, and what `rollplex.bench` built."""
     return Job(arguments.device, Path(built["checkpoint"]), Path(built["media_root"]), built["workload"], arguments.samples,
                arguments.iterations, arguments.response_tokens, arguments.max_response_tokens, arguments.kl_coef,
                arguments.seed)

@@ -15,7 +15,7 @@ from rollplex.core.errors import BadInput, InternalError, RollplexError
 from rollplex_client.bench.arm_settings import arm_settings
 from rollplex_client.bench.arms import Arm, check_gpus, parse_arms
 from rollplex_client.bench.facts import origin, probe_hardware
-from rollplex_client.bench.job import Job, make_job
+from rollplex_client.bench.job import Job, check_numbers, make_job
 from rollplex_client.bench.measure import arm_result, equation_rows
 from rollplex_client.bench.page import write_page
 from rollplex_client.bench.run_arm import ArmRun, check_same_job, run_arm
@@ -34,6 +34,7 @@ DEFAULT_HBM_BYTES = 1 << 40
 def bench(arguments: argparse.Namespace, output: Output) -> int:
     """Exit status 1 when an arm or TRL failed; what the others measured is written all the same."""
     arms = parse_arms(arguments.arms or (ARMS if arguments.device == "cuda" else CPU_ARMS), arguments.device)
+    check_numbers(arguments)
     hardware = probe_hardware(arguments.device)
     check_gpus(arms, arguments.device, hardware["gpus"])
     arguments.out.mkdir(parents=True, exist_ok=True)

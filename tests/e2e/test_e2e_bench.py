@@ -7,6 +7,8 @@ import json
 import pytest
 from cli_rig import Cli
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--shape", "tiny", "--device", "cpu", "--prompt-tokens", 160, "--groups", 2, "--samples", 2, "--response-tokens", 6,
          "--max-response-tokens", 12, "--iterations", 2)
 

@@ -1,5 +1,4 @@
 import argparse
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from rollplex.core.response_lengths import LengthDistribution
 from rollplex.core.strict import parse
 from rollplex_client.bench.arm_settings import arm_tables, gpu_plan, kv_cache_gib
 from rollplex_client.bench.arms import Arm
-from rollplex_client.bench.job import make_job
+from rollplex_client.bench.job import check_numbers, make_job
 from rollplex_client.bench.reward import count_reward
 from rollplex_client.cli.settings import parse_settings
 
@@ -73,17 +72,21 @@ def test_a_cpu_mesh_reads_as_a_configuration(job, tmp_path):
 
 
 def arguments(**changed) -> argparse.Namespace:
-    return argparse.Namespace(**{"device": "cpu", "groups": 4, "samples": 8, "iterations": 3, "response_tokens": 225.0,
-                                 "max_response_tokens": 1024, "kl_coef": 0.0, "seed": 0} | changed)
+    return argparse.Namespace(**{"device": "cpu", "prompt_tokens": 4096, "groups": 4, "samples": 8, "iterations": 3,
+                                 "response_tokens": 225.0, "max_response_tokens": 1024, "kl_coef": 0.0, "seed": 0} | changed)
 
 
 @pytest.mark.parametrize("changed", [{"samples": 1}, {"iterations": 1}, {"groups": 0}, {"response_tokens": 2000.0},
                                      {"response_tokens": 0.0}, {"max_response_tokens": 0}])
-def test_numbers_that_make_no_job_are_refused(job, changed):
-    built = {"checkpoint": str(job.checkpoint), "media_root": "/", "workload": job.workload}
-    assert make_job(arguments(), built).checkpoint == Path(job.checkpoint)
+def test_numbers_that_make_no_job_are_refused(changed):
     with pytest.raises(BadInput, match="--" + next(iter(changed)).replace("_", "-")):
-        make_job(arguments(**changed), built)
+        check_numbers(arguments(**changed))
+
+
+def test_a_job_is_made_of_options_and_what_was_built(job):
+    check_numbers(arguments())
+    built = {"checkpoint": str(job.checkpoint), "media_root": str(job.media_root), "workload": job.workload}
+    assert make_job(arguments(device="cuda"), built) == job
 
 
 def test_the_result_says_what_the_job_was(job):
