@@ -80,25 +80,27 @@ def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
         yield f"{device}: {text}", [_size(arm["hbm_peak_bytes"].get(device, {}).get(name)) for arm in result["arms"]]
 
 
-def summary_lines(result: dict[str, Any]) -> list[Any]:
-    """For a console."""
-    from rich.table import Table
-
-    def table(title: str, heads: list[str], rows: Iterator[Row]) -> list[Any]:
-        shown = Table(title, *heads, box=None, pad_edge=False)
-        for text, cells in known(rows):
-            shown.add_row(text, *cells)
-        return ["", shown] if shown.row_count else []
-
+def summary_lines(result: dict[str, Any]) -> list[str]:
+    """For a console. Plain lines: a table fitted to a pipe's 80 columns cannot be read."""
     arms = [arm["arm"] for arm in result["arms"]]
     lines = []
     if arms or result["trl"]:
-        lines += table("", arm_columns(result), main_rows(result))
+        lines += _text_table("", arm_columns(result), main_rows(result))
     if arms:
-        lines += table("seconds of", arms, phase_rows(result)) + table("bounds", arms, bound_rows(result))
-    lines += table("equation 1, seconds", list(result["equation"]), equation_table(result)) if result["equation"] else []
-    lines += table("ledger, peak", arms, memory_rows(result)) if arms else []
+        lines += _text_table("seconds of", arms, phase_rows(result)) + _text_table("bounds", arms, bound_rows(result))
+    if result["equation"]:
+        lines += _text_table("equation 1, seconds", list(result["equation"]), equation_table(result))
+    if arms:
+        lines += _text_table("ledger, peak", arms, memory_rows(result))
     return [*lines, *(f"FAILED {item['what']}: {item['message']} [{item['reason']}]" for item in result["failed"])]
+
+
+def _text_table(corner: str, heads: list[str], rows: Iterable[Row]) -> list[str]:
+    cells = [(corner, heads), *known(rows)]
+    first = max(len(text) for text, _ in cells)
+    widths = [max(len(row[index]) for _, row in cells) for index in range(len(heads))]
+    return ["", *(f"{text:<{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+                  for text, row in cells)]
 
 
 def known(rows: Iterable[Row]) -> Iterator[Row]:

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from rollplex.core.errors import BadInput, InternalError, RollplexError
 from rollplex_client.bench.arm_settings import arm_settings
 from rollplex_client.bench.arms import Arm, check_gpus, parse_arms
@@ -50,7 +52,9 @@ def bench(arguments: argparse.Namespace, output: Output) -> int:
         _try(result, "trl", output, lambda: _run_trl(job, arguments, result, output))
     write(arguments.out, result)
     page = write_page(arguments.out / "report.html", result)
-    output.result({**result, "report": str(page)}, *summary_lines(result), f"\n{arguments.out / 'bench.json'}, {page}")
+    # Messages of failures may hold what the console would take for markup.
+    output.result({**result, "report": str(page)}, *map(escape, summary_lines(result)),
+                  f"\n{arguments.out / 'bench.json'}, {page}")
     return FAILED if result["failed"] or not (runs or result["trl"]) else 0
 
 

@@ -13,7 +13,7 @@ from rollplex.torchvision_ops import ensure_torchvision
 
 ensure_torchvision()  # before transformers' model code is imported
 
-from transformers import Qwen2_5_VLForConditionalGeneration  # noqa: E402
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
 from rollplex.bench import checkpoint as bench_checkpoint  # noqa: E402
 from rollplex.bench.__main__ import _once  # noqa: E402
@@ -30,7 +30,7 @@ from rollplex.bench.trl_run import (  # noqa: E402
 from rollplex.bench.videos import Clips, build_workload, choose_clips, fill_text  # noqa: E402
 from rollplex.data.processor import PromptProcessor  # noqa: E402
 from rollplex.model import ActorLayout, read_model_config  # noqa: E402
-from rollplex.model.checkpoint import load_into  # noqa: E402
+from rollplex.model.checkpoint import load_into, training_name  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,18 @@ def test_trl_s_tower_computes_the_same_with_our_attention(checkpoint):
         assert model.model.visual.blocks[0].attn.config._attn_implementation == "bench_flash_windows"
         found = model.model.visual(pixels, grid_thw=grid).pooler_output
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", sorted(PUBLISHED))
+def test_published_shapes_hold_the_parameters_that_our_model_has(shape, tmp_path):
+    config = Qwen2_5_VLConfig.from_dict(raw_config(shape))
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    shards = ActorLayout.build(read_model_config(tmp_path), 1, "bfloat16").shards
+    found = {training_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
+    assert found.keys() == shards.keys()
+    padded = ("language_model.embed_tokens.weight", "lm_head.weight")
+    assert all(found[name] == shard.full_shape for name, shard in shards.items() if name not in padded)
