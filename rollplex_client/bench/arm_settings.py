@@ -51,7 +51,8 @@ def arm_tables(job: Job, arm: Arm, runtime_dir: Path, hbm_bytes: int) -> dict[st
             # What must be free when vLLM starts; trainer and reference may have taken theirs by then.
             "gpu_memory_utilization": 0.2}}
         engines = {"threads": GPU_THREADS}
-        run["saved_activations"] = gpu_plan(job, arm.schedule, hbm_bytes).choice.activations
+        choice = gpu_plan(job, arm.schedule, hbm_bytes).choice
+        run |= {"saved_activations": choice.activations, "suffix_activations": choice.suffix_activations}
     else:
         run["saved_activations"] = "recompute"
     workers = max(1, min(job.groups, len(os.sched_getaffinity(0)) // 2))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.core.errors import BadInput
+from rollplex.core.sharing import POLICIES
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
-POLICIES = ("time-slice", "mps-default", "mps-priority", "thread-cap", "sm-affinity", "green-context")
 TIME_SLICE = "time-slice"
 DEFAULT_POLICY = {"serial": TIME_SLICE, "overlap": "mps-priority", "disaggregated": TIME_SLICE}
 """Under the last no two roles share a GPU at the same time, so the plainest policy does."""

@@ -26,10 +26,10 @@ ensure_torchvision()  # before transformers' model code is imported
 
 from datasets import Dataset  # noqa: E402
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from rollplex.model.vision import ATTENTION_NAME, register_window_attention  # noqa: E402
+from rollplex.model.vision_block import Windows, window_attention  # noqa: E402
 
 SETTINGS = {
     "precision": "float32 weights and AdamW state, bfloat16 autocast (TRL's default): the precision of Rollplex's masters",
@@ -48,19 +48,18 @@ TOWER_ATTENTION = "bench_flash_windows"
 
 def use_tower_attention(model: torch.nn.Module) -> None:
     """Our tower's variable-length attention, in place of a loop over every window of every image."""
-    register_window_attention()
     AttentionInterface.register(TOWER_ATTENTION, _tower_attention)
     # Not set_attn_implementation: it takes any name with "flash" for a kernel to download.
     model.model.visual.config._attn_implementation = TOWER_ATTENTION
 
 
 def _tower_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                     attention_mask: torch.Tensor | None, *, cu_seq_lens_q: torch.Tensor, max_length_q: Any, **options: Any
-                     ) -> tuple[torch.Tensor, None]:
-    """Offsets where and as ours are; which type and device transformers has them in depends on its version."""
-    return ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](
-        module, query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q.to(query.device, torch.int32),
-        max_length_q=int(max_length_q), **options)
+                     attention_mask: torch.Tensor | None, *, scaling: float, cu_seq_lens_q: torch.Tensor, max_length_q: Any,
+                     **_: Any) -> tuple[torch.Tensor, None]:
+    """[1, h, S, d] -> [1, S, h, d]. Which type and device transformers has the offsets in depends on its version."""
+    offsets = cu_seq_lens_q.to(query.device, torch.int32) if query.is_cuda else cu_seq_lens_q
+    each = (part[0].transpose(0, 1) for part in (query, key, value))
+    return window_attention(*each, Windows(offsets, int(max_length_q)), scaling)[None], None
 
 
 class Clock(TrainerCallback):

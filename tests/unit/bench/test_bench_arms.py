@@ -1,7 +1,8 @@
 import pytest
 
 from rollplex.core.errors import BadInput
-from rollplex_client.bench.arms import POLICIES, Arm, check_gpus, parse_arms
+from rollplex.core.sharing import POLICIES
+from rollplex_client.bench.arms import Arm, check_gpus, parse_arms
 
 
 def test_arms_are_schedules_and_policies():

@@ -6,6 +6,7 @@ from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.ids import sample_seed
 from rollplex.core.response_lengths import LengthDistribution
+from rollplex.core.sharing import POLICIES
 from rollplex.core.strict import parse
 from rollplex_client.bench.arm_settings import arm_tables, gpu_plan, kv_cache_gib
 from rollplex_client.bench.arms import Arm
@@ -52,6 +53,13 @@ def test_a_gpu_mesh_gets_devices_policy_and_sizes(job, tmp_path):
     assert tables["run"]["saved_activations"] in ("keep", "recompute", "offload", "from_inputs")
     assert "own_replicas" not in tables["mesh"]
     assert arm_tables(job, Arm("disaggregated", "time-slice"), tmp_path, HBM)["mesh"]["own_replicas"] == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gpu_mesh_of_every_policy_reads_as_a_configuration(job, tmp_path, policy):
+    mesh = parse_settings(arm_tables(job, Arm("overlap", policy), tmp_path, HBM)).mesh
+    assert (mesh.devices, mesh.sharing, mesh.policy) == ("cuda", policy, POLICIES[policy])
+    assert mesh.topology.device_name(0) == "cuda:0"
 
 
 def test_the_plan_counts_the_whole_job(job):
