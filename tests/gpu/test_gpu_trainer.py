@@ -286,11 +286,14 @@ class TestWithoutWaiting:
     pytestmark = needs_gpu
 
     @pytest.fixture
-    def no_waiting(self):
-        def start():
-            torch.cuda.set_sync_debug_mode("error")
+    def no_waiting(self, monkeypatch):
+        """From the call to the command's end, where it may wait."""
+        def finish_work(device):
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize(device)
 
-        yield start
+        monkeypatch.setattr("rollplex.trainer.engine.finish_work", finish_work)
+        yield lambda: torch.cuda.set_sync_debug_mode("error")
         torch.cuda.set_sync_debug_mode("default")
 
     @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])

@@ -71,7 +71,7 @@ def serve(mesh, run):
 
 @pytest.fixture
 def spawn(mesh, run, tmp_path):
-    """spawn("key=value", ...) as (client, process): a trainer process of its own; ended with SIGTERM unless it has ended before."""
+    """spawn("key=value", ...) as (client, process): a trainer process; ended with SIGTERM unless it has ended before."""
     @contextmanager
     def spawned(*overrides: str):
         file = tmp_path / "mesh.toml"
