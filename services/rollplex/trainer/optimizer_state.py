@@ -132,9 +132,11 @@ class OptimizerState:
         """[3, elements of the chunk]: its valid master and moments."""
         return self._slots[self._log.flips[chunk].slot, :, :self.layout.chunks[chunk].element_count]
 
-    def spare(self, chunk: int) -> tuple[int, torch.Tensor]:
-        """A free slot, and its part [3, elements] for this chunk. It stays free until `flip`."""
-        return self._free[0], self._slots[self._free[0], :, :self.layout.chunks[chunk].element_count]
+    def spare(self, chunk: int, ahead: int = 0) -> tuple[int, torch.Tensor]:
+        """A free slot, and its part [3, elements] for this chunk. It stays free until `flip`; `ahead`: chunks that have got one
+        and have not been flipped yet (they flip in the same order)."""
+        slot = self._free[ahead]
+        return slot, self._slots[slot, :, :self.layout.chunks[chunk].element_count]
 
     def flip(self, chunk: int, slot: int, optimizer_step: int) -> None:
         """Commits what was written to `slot`; the chunk's old slot becomes spare."""
