@@ -8,6 +8,7 @@ from pathlib import Path
 from rollplex_client.cli.bench_arguments import add_bench
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
+ABLATIONS = ("no_state_offload", "rollout_resident", "unchunked_optimizer", "no_weight_sharing")
 DEMO_SCHEDULES = ("serial", "overlap")
 """The demo compares the two."""
 TRAIN_LAYOUTS = ("split", "megatron-fused")
@@ -171,6 +172,10 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
                             ("--activations", ("keep", "recompute", "offload", "from_inputs")),
                             ("--suffix-activations", ("keep", "recompute"))):
         plan.add_argument(option, choices=("auto", *choices), default="auto", help="where they are (default: planned)")
+    plan.add_argument("--ablate", choices=ABLATIONS, action="append", default=[], metavar="NAME",
+                      help=f"as if run.ablation.NAME were true: {', '.join(ABLATIONS)}; may be repeated")
+    plan.add_argument("--toml", action="store_true",
+                      help="print the configuration keys under which the engines hold what is planned")
 
 
 def _add_reward_commands(actions: argparse._SubParsersAction, add) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
@@ -16,6 +16,8 @@ SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
+ONE_CHUNK = 1 << 40
+"""Elements; more than any model has."""
 SUFFIX_MODES = ("keep", "recompute")
 ENGINE_ROLES = ("trainer", "reference", "rollout")
 
@@ -145,6 +147,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AblationConfig:
+    """What residency costs when one part of it is taken away (the paper's Figure 8). For measuring only; nothing is computed
+    differently."""
+
+    no_state_offload: bool = False
+    """FP32 master weights and Adam moments stay in HBM."""
+    rollout_resident: bool = False
+    """Rollout keeps its keys and values after generation."""
+    unchunked_optimizer: bool = False
+    """The update takes all parameters as one chunk."""
+    no_weight_sharing: bool = False
+    """Rollout reads a copy of the snapshot of its own, on the same device."""
+
+    @property
+    def any(self) -> bool:
+        return self != AblationConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that decides what a run computes. The same config and prompts give the same updates."""
 
@@ -171,6 +192,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ablation: AblationConfig = field(default_factory=AblationConfig)
     phase_timeout_s: float = 1800.0
     """Deadline of each phase."""
 
@@ -181,6 +203,11 @@ class RunConfig:
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
+
+    @property
+    def streamed_optimizer(self) -> OptimizerConfig:
+        """`optimizer` as the update takes it: cut into chunks, unless that is ablated."""
+        return replace(self.optimizer, chunk_elements=ONE_CHUNK) if self.ablation.unchunked_optimizer else self.optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +247,11 @@ class MeshSection:
     shares the trainer's devices."""
     devices: str = "host"
     """`host`: every device is a slab set in host memory, and engines compute on the CPU; `cuda`: device g is GPU g."""
+    hbm_budget_gib: float = 0.0
+    """Memory of each device that all roles together may take; the broker refuses what would exceed it, with the ledger's table.
+    0: the whole GPU; no limit on `host` devices."""
+    hbm_runtime_gib: float = 4.0
+    """Of that, on a GPU: contexts, communication buffers, CUDA graphs and allocator caches, which no object class counts."""
     rendezvous: Path | None = None
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
@@ -239,6 +271,8 @@ class MeshSection:
             raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("hbm_budget_gib", "hbm_runtime_gib"):
+            _at_least(name, getattr(self, name), 0)
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
@@ -270,6 +304,16 @@ class MeshSection:
     def topology(self) -> Topology:
         return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas,
                         self.devices)
+
+    @property
+    def hbm_budget_bytes(self) -> int:
+        """0: not set."""
+        return round(self.hbm_budget_gib * (1 << 30))
+
+    @property
+    def hbm_runtime_bytes(self) -> int:
+        """What a device holds that no object class counts; host devices have nothing of it."""
+        return round(self.hbm_runtime_gib * (1 << 30)) if self.devices == "cuda" else 0
 
     @property
     def policy(self) -> Policy | None:

@@ -5,10 +5,11 @@ Legend: P prompt tokens, R response tokens, N samples a group, D hidden, H query
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rollplex.core.aliasing import AliasCase
+from rollplex.core.config import ONE_CHUNK, AblationConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.model_layout import SPLIT, LayoutSummary, summarise
 from rollplex.core.placement import ITEM_BYTES
@@ -18,6 +19,8 @@ from rollplex.core.topology import Topology
 GIB = 1 << 30
 PIPELINE_CHUNKS = 3
 """Load, update and write-back: chunks of the streamed update that are under way at once."""
+WORKSPACE_ROWS = 3
+"""Of AdamW at once, as long as a chunk each (trainer/chunk_pipeline.py)."""
 LOGIT_CHUNK_TOKENS = 1024
 PLAN_SCHEDULES = ("serial", "overlap", "disaggregated")
 
@@ -33,6 +36,8 @@ class Work:
     micro_batch_samples: int
     """Responses in one suffix forward."""
     chunk_elements: int = 1 << 24
+    longest_prompt_tokens: int = 0
+    """Of one prompt, where `prompt_tokens` is a mean; 0: all are alike."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "prompt_tokens", "response_tokens", "micro_batch_samples", "chunk_elements"):
@@ -60,6 +65,9 @@ class PlanInput:
     freeze_vision: bool = False
     freeze_decoder: bool = False
     moments_dtype: str = "float32"
+    kv_pool_bytes: int = 0
+    """Of a GPU: what rollout sets aside for keys and values whatever its samples need; 0: what the samples need."""
+    ablation: AblationConfig = field(default_factory=AblationConfig)
 
     def __post_init__(self) -> None:
         if self.schedule not in PLAN_SCHEDULES:
@@ -95,6 +103,15 @@ class Sizes:
     def state_item(self) -> int:
         """Of master weights, gradients and full-precision moments."""
         return max(4, self.item)
+
+    @property
+    def chunk_elements(self) -> int:
+        return ONE_CHUNK if self.given.ablation.unchunked_optimizer else self.given.work.chunk_elements
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max(self.given.work.longest_prompt_tokens, self.given.work.prompt_tokens)
 
     @cached_property
     def trainable(self) -> int:
@@ -134,17 +151,17 @@ class Sizes:
     @property
     def spare_slots(self) -> int:
         """Beside master and moments, so that a chunk is never overwritten in place."""
-        return PIPELINE_CHUNKS * 3 * min(self.given.work.chunk_elements, self.trainable) * self.state_item
+        return PIPELINE_CHUNKS * 3 * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def update_window(self) -> int:
-        """FP32 state in HBM during the streamed update."""
-        return min(PIPELINE_CHUNKS * 3 * self.given.work.chunk_elements * self.state_item, self.master + self.moments)
+        """FP32 state in HBM during the streamed update: of the chunks under way, and AdamW's temporaries of one."""
+        return (3 * PIPELINE_CHUNKS + WORKSPACE_ROWS) * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def gradient_window(self) -> int:
         """Spilled gradients in HBM."""
-        return min(PIPELINE_CHUNKS * self.given.work.chunk_elements * self.state_item, self.gradients)
+        return PIPELINE_CHUNKS * min(self.chunk_elements, self.trainable) * self.state_item
 
     def kv_token(self, tp: int) -> int:
         """Keys and values of one token on a rank, all layers."""
@@ -164,7 +181,7 @@ class Sizes:
     @property
     def boundary_gradients(self) -> int:
         """Of the group whose suffixes are in work."""
-        return self.given.work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+        return self.longest_prompt * self.kv_token(self.given.topology.train_tp)
 
     @property
     def group_kv(self) -> int:
@@ -217,7 +234,7 @@ class Sizes:
     @property
     def prefix_working_set(self) -> int:
         """One layer of one prompt, forward and backward: the decoder's or the tower's, which is not cut."""
-        tokens, vision = self.given.work.prompt_tokens, self.given.shapes.vision
+        tokens, vision = self.longest_prompt, self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
         tower = 0 if self.given.freeze_vision else self._tower_layer_kept(tokens) + gradients

@@ -5,10 +5,11 @@ The arena and the broker's ledger check bytes against it at every barrier; `chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rollplex.core.config import AblationConfig
 from rollplex.core.phases import Phase
 
 
@@ -18,6 +19,8 @@ class Residency(StrEnum):
 
 
 ALWAYS = frozenset(Phase)
+RUNTIME = "runtime_buffers"
+"""Not in the contract: contexts, NCCL and the engines' own buffers, in HBM all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,23 @@ between iterations the zeroed buffer may stay parked. `pinned_pool`: allocated o
 while the one before it runs."""
 
 
+def relaxed_classes(ablation: AblationConfig, *, reference_resident: bool = False) -> tuple[str, ...]:
+    """Classes whose row a run's configuration sets aside, so that they may be in HBM in every phase."""
+    chosen = {"reference_weights": reference_resident, "optimizer_state": ablation.no_state_offload,
+              "rollout_kv": ablation.rollout_resident}
+    return tuple(name for name, is_relaxed in chosen.items() if is_relaxed)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBytes:
+    """What a device will hold of a class in the phase that begins, all roles together."""
+
+    object_class: str
+    """A key of CONTRACT, or RUNTIME."""
+    device: str
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Bytes of one object class that a role holds on a device."""
@@ -69,8 +89,9 @@ class Holding:
     size_bytes: int
 
 
-def check(phase: Phase, holdings: Iterable[Holding]) -> list[str]:
-    """What violates the contract in `phase`, as sentences; empty when it holds. Objects of no bytes do not count."""
+def check(phase: Phase, holdings: Iterable[Holding], relaxed: Collection[str] = ()) -> list[str]:
+    """What violates the contract in `phase`, as sentences; empty when it holds. Objects of no bytes do not count. Classes in
+    `relaxed` may be in HBM in every phase (`relaxed_classes`)."""
     wrong = []
     for held in holdings:
         if not held.size_bytes:
@@ -82,6 +103,8 @@ def check(phase: Phase, holdings: Iterable[Holding]) -> list[str]:
         if held.role not in row.roles:
             wrong.append(f"{held.role} may not hold {held.object_class}")
         allowed = {Residency.HBM: row.hot, Residency.PINNED: row.parked}.get(held.residency, frozenset())
+        if held.residency is Residency.HBM and held.object_class in relaxed:
+            continue
         if phase not in allowed:
             wrong.append(f"{held.object_class}: {held.size_bytes} bytes {held.residency.value} on {held.device} "
                          f"in phase {phase.value}")

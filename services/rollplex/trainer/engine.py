@@ -51,6 +51,7 @@ class TrainerEngine:
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
         self._checkpoint, self._check_hashes = checkpoint, check_hashes
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
+        self.residency = {"gradients": gradients}
         self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
@@ -85,10 +86,11 @@ class TrainerEngine:
         return work.OpenRunResult(self._actor.own.slab, self._model.layout.size_bytes, snapshot if attach else 0, whole)
 
     def _open_slabs(self, run: str, config: RunConfig, attach: bool) -> None:
-        device, layout = self._actor.device, custody.plan_state(self._model, config.optimizer)
+        device, layout = self._actor.device, custody.plan_state(self._model, config.streamed_optimizer)
         if not attach:
             custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
-            custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at)
+            custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
+                                 device if config.ablation.no_state_offload else "host")
         self._state = custody.RunState(self._session, self._model, layout, run, new=not attach, device=device,
                                        gradients=self._gradients_at)
         self._actor.open(run)

@@ -24,8 +24,8 @@ def test_rows_add_up_by_class_and_filter_by_run(book):
     book.add(slab("a", "media", "coordinator", 10))
     book.add(slab("b", "media", "coordinator", 20))
     book.add(slab("c", "media", "coordinator", 40, run="other"))
-    assert book.rows() == (LedgerRow("media", "coordinator", "host", "unspecified", 70, 3),)
-    assert book.rows("r") == (LedgerRow("media", "coordinator", "host", "unspecified", 30, 2),)
+    assert book.rows() == (LedgerRow("media", "coordinator", "host", "unspecified", 70, 3, "pinned"),)
+    assert book.rows("r") == (LedgerRow("media", "coordinator", "host", "unspecified", 30, 2, "pinned"),)
     assert book.rows("other")[0].size_bytes == 40
     book.remove(slab("a", "media", "coordinator", 10))
     book.remove(slab("b", "media", "coordinator", 20))
@@ -37,13 +37,13 @@ def test_rows_add_up_by_class_and_filter_by_run(book):
 def test_reports_replace_each_other_and_end_with_the_session(book):
     book.report("rollout-0#1", (ResidencyEntry("rollout_kv", "rollout", "host", "hbm", 100, 150),))
     book.report("rollout-1#2", (ResidencyEntry("rollout_kv", "rollout", "host", "hbm", 10, 10),))
-    assert book.rows() == (LedgerRow("rollout_kv", "rollout", "host", "unspecified", 110, 0),)
+    assert book.rows() == (LedgerRow("rollout_kv", "rollout", "host", "unspecified", 110, 0, "hbm"),)
     book.report("rollout-0#1", (ResidencyEntry("rollout_kv", "rollout", "host", "hbm", 50, 50),))
     assert book.rows("r")[0].size_bytes == 60
     assert book.rows("other") == ()
     book.forget("rollout-0#1")
     assert book.rows()[0].size_bytes == 10
-    assert book.peak_rows() == (LedgerRow("rollout_kv", "rollout", "host", "overlap", 150, 0),)
+    assert book.peak_rows() == (LedgerRow("rollout_kv", "rollout", "host", "overlap", 150, 0, "hbm"),)
 
 
 def test_peaks_by_phase_start_with_what_is_held(book):
@@ -88,6 +88,7 @@ def test_what_engines_report_must_suit_the_phase_that_begins(book):
     ("actor_snapshot", "host", Residency.HBM), ("actor_snapshot", "cuda:0", Residency.HBM),
     ("optimizer_state", "host", Residency.PINNED), ("media", "host", Residency.PINNED),
     ("gradients", "host", Residency.PINNED), ("gradients", "cuda:0", Residency.HBM),
+    ("gradients", "host:0", Residency.HBM), ("optimizer_state", "host:1", Residency.HBM),
     ("pinned_pool", "host", Residency.PINNED)])
 def test_residency_of_slabs(object_class, device, expected):
     assert slab_residency(object_class, device) is expected
@@ -99,4 +100,4 @@ def test_the_table_has_every_row(book):
     lines = book.table().splitlines()
     assert len(lines) == 3
     assert "1,234,567" in lines[1]
-    assert lines[2].split() == ["rollout_kv", "rollout", "host", "5", "-"]
+    assert lines[2].split() == ["rollout_kv", "rollout", "host", "hbm", "5", "-"]

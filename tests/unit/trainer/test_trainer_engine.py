@@ -9,7 +9,7 @@ import torch
 from tiny_trainer import QUIET, DictBroker, gradients, make_groups, run_config, scale_of, train
 from transformers import AutoModelForImageTextToText
 
-from rollplex.core.config import SamplingConfig
+from rollplex.core.config import AblationConfig, SamplingConfig
 from rollplex.core.errors import Aborted, BadInput, NotFound, WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import LossScale, PreparedGroup, ResponseGroup, UpdateOrder
@@ -164,6 +164,23 @@ def test_scored_old_log_probabilities_give_ratio_one(opened):
     with_old = engine._state.gradients.flat.clone()
     train(engine, prompts, responses)
     assert torch.equal(with_old, engine._state.gradients.flat)
+
+
+@pytest.mark.parametrize("name", ["no_state_offload", "unchunked_optimizer", "rollout_resident", "no_weight_sharing"])
+def test_ablations_move_bytes_and_change_no_update(opened, name):
+    found = {}
+    for ablation in (AblationConfig(), AblationConfig(**{name: True})):
+        broker = DictBroker()
+        engine = opened(torch.float32, broker=broker, ablation=ablation)
+        train(engine, *make_groups())
+        engine.measure_gradient(QUIET)
+        engine.quiesce(QUIET, True)
+        result = engine.apply_update(QUIET, UpdateOrder(1, 1.0, 1.0, 1))
+        states = {slab.device for slab in broker.list_slabs() if slab.name.endswith("optimizer")}
+        found[ablation.any] = (result.chunk_count, states, broker.bytes_of(engine._actor.own.slab))
+    assert found[True][2] == found[False][2] and found[False][1] == {"host"} and found[False][0] > 1
+    assert found[True][0] == (1 if name == "unchunked_optimizer" else found[False][0])
+    assert found[True][1] == {"host:0" if name == "no_state_offload" else "host"}
 
 
 def test_temperature_is_the_runs(opened):
