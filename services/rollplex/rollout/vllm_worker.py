@@ -14,8 +14,11 @@ from typing import Any
 from rollplex.core.errors import RollplexError
 from rollplex.core.ids import actor_slab
 from rollplex.rollout.shard import KeyValueAccount
-from rollplex.rollout.vllm_internals import give_pages_back, has_sleep_mode, kv_storages
-from rollplex.rollout.vllm_loader import check_placed
+from rollplex.rollout.vllm_internals import back_kv, free_kv, kv_storages
+from rollplex.rollout.vllm_loader import check_placed, register
+
+# vLLM imports this module in every worker before it loads a model; without an installed wheel no plugin has registered the loader.
+register()
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,18 @@ class ActorWorker:
 
     @_returning_refusals
     def rollplex_back_kv(self) -> None:
-        """Keys and values may be touched from now on; the broker's ledger has them."""
+        """Keys and values may be touched from now on; the broker's ledger has them. Idempotent."""
+        if getattr(self, "_rollplex_kv_freed", False):
+            back_kv(self)
+            self._rollplex_kv_freed = False
         self._rollplex_account().set(sum(storage.nbytes() for storage in kv_storages(self)))
 
     @_returning_refusals
     def rollplex_release_kv(self) -> int:
-        """After the prefix cache has been reset. Bytes given back, 0 when they were not held."""
-        if not has_sleep_mode():
-            for storage in kv_storages(self):
-                give_pages_back(storage)
+        """After the prefix cache has been reset. Bytes given back, 0 when they were not held. Idempotent."""
+        if not getattr(self, "_rollplex_kv_freed", False):
+            free_kv(self)
+            self._rollplex_kv_freed = True
         return self._rollplex_account().clear()
 
     def rollplex_close(self) -> None:
