@@ -17,7 +17,7 @@ from rollplex.rollout.shard import KeyValueAccount
 from rollplex.rollout.vllm_internals import back_kv, free_kv, kv_storages
 from rollplex.rollout.vllm_loader import check_placed, register
 
-# vLLM imports this module in every worker before it loads a model; without an installed wheel no plugin has registered the loader.
+# Every worker imports this module before it loads a model. Without an installed wheel no plugin has registered the loader.
 register()
 
 
