@@ -27,7 +27,7 @@ from rollplex.core.advantages import advantages, has_signal
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import DataLoss, DeadlineExceeded, RollplexError
 from rollplex.core.phases import Phase, PhaseEvent, next_phase
-from rollplex.core.work import FinishedSample, LossScale, ResponseGroup, ResponseSample, Sampling
+from rollplex.core.work import FinishedSample, GenerateResult, LossScale, ResponseGroup, ResponseSample, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -205,14 +205,23 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
         outcomes = await group.command(orders.generate([prompt.group for prompt in prompts], order),
                                            work.place(), on_samples=on_samples)
         _check_hashes(group.role, prompts, outcomes[0].value.prompt_hashes)
-        for name, seconds in (("prefill_s", outcomes[0].value.prefill_s), ("decode_s", outcomes[0].value.decode_s)):
-            # Replicas work side by side: the slowest one counts.
-            work.metrics[f"rollplex/rollout/{name}"] = max(work.metrics.get(f"rollplex/rollout/{name}", 0.0), seconds)
+        _note_rollout(work.metrics, outcomes[0].value)
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
         await together(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
                      if work.prompts[index::len(replicas)]))
+
+
+def _note_rollout(metrics: dict[str, float], result: GenerateResult) -> None:
+    """Replicas work side by side: the slowest one counts."""
+    name = "rollplex/rollout/prefill_s"
+    metrics[name] = max(metrics.get(name, 0.0), result.prefill_s)
+    if result.decode_s >= metrics.get("rollplex/rollout/decode_s", 0.0):
+        metrics["rollplex/rollout/decode_s"] = result.decode_s
+        metrics["rollplex/rollout/decode_steps"] = float(result.decode_steps)
+        if result.decode_steps:
+            metrics["rollplex/rollout/decode_batch"] = result.decode_rows / result.decode_steps
 
 
 def _prefixes(work: IterationWork) -> list[Awaitable]:

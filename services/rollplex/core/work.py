@@ -143,8 +143,14 @@ class GenerateResult:
     prompt_tokens: int
     response_tokens: int
     prefill_s: float
+    """In prefill, and in steps that prefill beside decoding."""
     decode_s: float
+    """In steps that only decode."""
     prompt_hashes: tuple[str, ...]
+    decode_steps: int = 0
+    """Steps within decode_s: passes over the weights."""
+    decode_rows: int = 0
+    """Samples decoded, summed over those steps."""
 
 
 @dataclass(frozen=True, slots=True)

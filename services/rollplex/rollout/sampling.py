@@ -57,15 +57,17 @@ class TokenSampler:
     def __call__(
         self, logits_BV: torch.Tensor, seeds_B: np.ndarray, token_index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """token ids int64 [B] and their log-probabilities [B], in at least float32. The logits are overwritten.
+        """token ids int64 [B] and their log-probabilities [B], in at least float32, on the host. The logits, wherever they are,
+        are overwritten; all that is as large as they are is computed there.
 
         Raises InternalError when a chosen token has no finite log-probability: the weights are broken then.
         """
-        logits_BV[:, self._forbidden] = -torch.inf
+        self._forbidden = self._forbidden.to(logits_BV.device)
+        logits_BV.index_fill_(1, self._forbidden, -torch.inf)
         wide = torch.promote_types(logits_BV.dtype, torch.float32)
         logp_BV = torch.log_softmax(logits_BV.to(wide) / self._temperature, dim=-1)
         tokens_B = logp_BV.argmax(-1) if self._greedy else _inverse_cdf(logp_BV, uniforms(seeds_B, token_index))
-        logp_B = logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+        tokens_B, logp_B = tokens_B.cpu(), logp_BV.gather(-1, tokens_B[:, None])[:, 0].cpu()
         if not torch.isfinite(logp_B).all():
             raise InternalError(f"non-finite log-probabilities at response token {token_index}",
                                 reason="NON_FINITE_LOGITS", token_index=token_index)
@@ -75,6 +77,6 @@ class TokenSampler:
 def _inverse_cdf(logp_BV: torch.Tensor, uniform_B: np.ndarray) -> torch.Tensor:
     """The first token whose cumulative probability exceeds u times the total; one of probability 0 never does."""
     cumulative_BV = logp_BV.exp().cumsum(-1, dtype=torch.float64)
-    target_B1 = cumulative_BV[:, -1:] * torch.from_numpy(uniform_B)[:, None]
+    target_B1 = cumulative_BV[:, -1:] * torch.from_numpy(uniform_B).to(logp_BV.device)[:, None]
     found_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
     return found_B.clamp(max=logp_BV.shape[-1] - 1)

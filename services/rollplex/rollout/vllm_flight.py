@@ -53,6 +53,8 @@ class Flight:
         self._stops = [] if self._lengths else list(stop_token_ids)
         self._forbidden = {token: -math.inf for token in forbidden_token_ids}
         self._growing: dict[str, Growing] = {}
+        self._unstarted = 0
+        """Samples in flight without a token."""
 
     def __len__(self) -> int:
         return len(self._growing)
@@ -62,13 +64,19 @@ class Flight:
         for index, seed in enumerate(seeded.seeds.tolist()):
             request = f"{next(self._numbers)}.{group.group_index}.{index}"
             self._growing[request] = Growing(group.group_index, index)
+            self._unstarted += 1
             self._engine.add_request(request, rendered, self._params(seed))
+
+    def prefills(self, max_rows: int) -> bool:
+        """Whether the next step has prompt tokens: some sample waits for its first token, and not only for one of `max_rows`."""
+        return self._unstarted > max(0, len(self._growing) - max_rows)
 
     def step(self) -> list[work.FinishedSample]:
         """One step of the engine; the samples that it ended."""
         finished = []
         for output in self._engine.step():
             sample, (completion,) = self._growing[output.request_id], output.outputs
+            self._unstarted -= not sample.tokens and bool(completion.token_ids)
             sample.tokens.extend(completion.token_ids)
             for token, by_token in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 logprob = by_token[token].logprob
@@ -90,6 +98,7 @@ class Flight:
         """Takes what is left out of the engine. Idempotent."""
         self._engine.abort_request(list(self._growing))
         self._growing.clear()
+        self._unstarted = 0
 
     def _params(self, seed: int) -> SamplingParams:
         limit = self._lengths.length(seed) if self._lengths else self._sampling.max_response_tokens
