@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rollplex_client.cli.bench_arguments import add_bench
+
 SCHEDULES = ("serial", "overlap", "disaggregated")
 ABLATIONS = ("no_state_offload", "rollout_resident", "unchunked_optimizer", "no_weight_sharing")
 DEMO_SCHEDULES = ("serial", "overlap")
@@ -30,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training_commands(add)
     _add_run_commands(add)
     _add_planning_commands(add)
+    add_bench(add)
     config = add("config", "config_command:show", "Print the effective configuration.")
     what = config.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="only check it")

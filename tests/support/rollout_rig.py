@@ -37,8 +37,7 @@ def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = 
         oracle = frozen_model(checkpoint, getattr(torch, dtype))
         yield SimpleNamespace(
             section=section, checkpoint=checkpoint, session=session, loop=loop, actor=actor, oracle=oracle,
-            model=ModelSection(checkpoint=checkpoint, dtype=dtype),
-            reader=PromptReader(session, processor, oracle.config),
+            model=ModelSection(checkpoint=checkpoint, dtype=dtype), reader=PromptReader(session, processor, oracle.config),
             prompts=PromptMaker(processor, actor.depositor()))
         actor.close()
 

@@ -36,27 +36,29 @@ VOCAB = 160
 """Vision tokens lie above it: none is forbidden, and the softmax is TRL's."""
 
 
-def tiny_config() -> Qwen2_5_VLConfig:
+def tiny_config(width: int = 32) -> Qwen2_5_VLConfig:
+    """`width`: 4 heads' of the decoder; FlexAttention wants heads of 16 at least."""
+    sections = [width // 32, width // 32, width // 16]
     return Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
             "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         },
         vision_config={
             "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
             "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0],
-            "out_hidden_size": 32, "tokens_per_second": 2,
+            "out_hidden_size": width, "tokens_per_second": 2,
         },
         image_token_id=1000, video_token_id=1001, vision_start_token_id=1002, vision_end_token_id=1003,
         tie_word_embeddings=False,
     )  # fmt: skip
 
 
-def build_hf(dtype: torch.dtype) -> Qwen2_5_VLForConditionalGeneration:
+def build_hf(dtype: torch.dtype, width: int = 32) -> Qwen2_5_VLForConditionalGeneration:
     torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(tiny_config()).to(torch.float64)
+    model = Qwen2_5_VLForConditionalGeneration(tiny_config(width)).to(torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.2

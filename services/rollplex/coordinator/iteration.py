@@ -27,7 +27,7 @@ from rollplex.core.advantages import advantages, has_signal
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import DataLoss, DeadlineExceeded, RollplexError
 from rollplex.core.phases import Phase, PhaseEvent, next_phase
-from rollplex.core.work import FinishedSample, LossScale, ResponseGroup, ResponseSample, Sampling
+from rollplex.core.work import FinishedSample, GenerateResult, LossScale, ResponseGroup, ResponseSample, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +100,15 @@ class IterationWork:
 
 async def run_iteration(work: IterationWork) -> None:
     """k -> k+1. On an error before UPDATE begins nothing has changed; see update.py for after."""
-    await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
-    work.plan()
-    await work.move(PhaseEvent.BEGIN)
+    with work.timeline.span(Phase.IDLE, "ready"):
+        await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
+        work.plan()
+        await work.move(PhaseEvent.BEGIN)
     with work.timeline.span(Phase.OVERLAP, "overlap"):
         await _within_deadline(_overlap(work), work, "OVERLAP")
-    await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
-    await work.move(PhaseEvent.RESPONSES_FIXED)
+    with work.timeline.span(Phase.OVERLAP, "release"):
+        await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
+        await work.move(PhaseEvent.RESPONSES_FIXED)
     kept = await _within_deadline(_score(work), work, "SUFFIX")
     batches = _mini_batches(kept, work.config.optimizer.updates_per_iteration)
     work.batch_count = len(batches)
@@ -187,7 +189,8 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
     """Every finished sample is journalled and goes to its rewards at once, while others still decode."""
     sampling = work.config.sampling
     order = Sampling(sampling.temperature, sampling.max_response_tokens, greedy=work.key.validation,
-                     seed=work.config.seed, deterministic=work.config.deterministic)
+                     seed=work.config.seed, deterministic=work.config.deterministic,
+                     length_distribution="" if work.key.validation else sampling.length_distribution)
 
     async def on_samples(finished: Sequence[FinishedSample]) -> None:
         records = [SampleRecord(sample.group_index, sample.sample_index, sample.token_ids, sample.logprobs,
@@ -202,14 +205,23 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
         outcomes = await group.command(orders.generate([prompt.group for prompt in prompts], order),
                                            work.place(), on_samples=on_samples)
         _check_hashes(group.role, prompts, outcomes[0].value.prompt_hashes)
-        for name, seconds in (("prefill_s", outcomes[0].value.prefill_s), ("decode_s", outcomes[0].value.decode_s)):
-            # Replicas work side by side: the slowest one counts.
-            work.metrics[f"rollplex/rollout/{name}"] = max(work.metrics.get(f"rollplex/rollout/{name}", 0.0), seconds)
+        _note_rollout(work.metrics, outcomes[0].value)
 
     replicas = work.mesh.rollouts
     with work.timeline.span(Phase.OVERLAP, "generate"):
         await together(*(one(group, work.prompts[index::len(replicas)]) for index, group in enumerate(replicas)
                      if work.prompts[index::len(replicas)]))
+
+
+def _note_rollout(metrics: dict[str, float], result: GenerateResult) -> None:
+    """Replicas work side by side: the slowest one counts."""
+    name = "rollplex/rollout/prefill_s"
+    metrics[name] = max(metrics.get(name, 0.0), result.prefill_s)
+    if result.decode_s >= metrics.get("rollplex/rollout/decode_s", 0.0):
+        metrics["rollplex/rollout/decode_s"] = result.decode_s
+        metrics["rollplex/rollout/decode_steps"] = float(result.decode_steps)
+        if result.decode_steps:
+            metrics["rollplex/rollout/decode_batch"] = result.decode_rows / result.decode_steps
 
 
 def _prefixes(work: IterationWork) -> list[Awaitable]:

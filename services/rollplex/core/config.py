@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
 from rollplex.core.errors import BadInput
+from rollplex.core.response_lengths import parse_lengths
 from rollplex.core.sharing import POLICIES, Policy
 from rollplex.core.topology import Topology
 
@@ -42,10 +43,14 @@ class SamplingConfig:
     """Must be 1: truncated sampling biases the ratio unless it is masked on both sides."""
     top_k: int = 0
     """Must be 0, for the same reason."""
+    length_distribution: str = ""
+    """For benchmarks with random weights, which never end a response: `lognormal:MEAN:MAX` gives every sample a length of its
+    own, drawn from its seed, and end tokens do not end it. Empty: responses end as they do. Validations are not affected."""
 
     def __post_init__(self) -> None:
         _at_least("samples_per_group", self.samples_per_group, 2)
         _at_least("max_response_tokens", self.max_response_tokens, 1)
+        parse_lengths(self.length_distribution, self.max_response_tokens)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0")
         if self.top_p != 1.0 or self.top_k != 0:

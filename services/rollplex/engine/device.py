@@ -46,6 +46,12 @@ def release_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def finish_work(device: torch.device) -> None:
+    """Waits for everything ordered on the GPU, so that a command's time and its errors are its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def device_errors(phase: Phase, command: str, device: str) -> Iterator[None]:
     """Errors of the device as ours, with the phase: OutOfMemory (OUT_OF_DEVICE_MEMORY) leaves the process usable; after
@@ -56,6 +62,7 @@ def device_errors(phase: Phase, command: str, device: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         # The frames that failed hold tensors, and the error would keep them until nobody remembers it.
         traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY", **about) from None
     except OSError as error:
         if error.errno != errno.ENOMEM:

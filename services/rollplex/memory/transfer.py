@@ -11,4 +11,5 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     device = torch.device(device)
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # Contiguous first: pinned memory takes over strides, and cannot be written where they let elements overlap.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)

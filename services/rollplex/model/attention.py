@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from rollplex.memory.transfer import to_device
 from rollplex.model.suffix_blocks import TILE, ordered, suffix_tiles
-from rollplex.model.transfer import to_device
 
 
 def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor) -> torch.Tensor:

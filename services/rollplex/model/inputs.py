@@ -85,6 +85,12 @@ class PromptInputs:
         """Position of the last prompt token, where every sample's suffix starts (the same on all axes)."""
         return self.token_count - 1 + self.delta
 
+    @property
+    def size_bytes(self) -> int:
+        """Of what is on the model's device."""
+        tensors = (self.token_ids, self.positions, self.pixel_values_images, self.pixel_values_videos)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def to(self, device: torch.device | str) -> PromptInputs:
         """Tokens, positions and pixels on `device`, without waiting for it; what the host reads later (tokens, grids, timing)
         stays there too."""

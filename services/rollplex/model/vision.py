@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from rollplex.model.transfer import to_device
+from rollplex.memory.transfer import to_device
 from rollplex.model.vision_block import Windows, embed_patches, run_vision_block
 
 RunBlock = Callable[..., torch.Tensor]

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rollplex.memory.transfer import to_device
 from rollplex.model.fused import fused_on_cuda, silu_gate
 from rollplex.model.rotary import rms_norm
-from rollplex.model.transfer import to_device
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [S, d]."""

@@ -43,6 +43,8 @@ class Tally:
     prompt_tokens: int = 0
     response_tokens: int = 0
     seconds: Counter = field(default_factory=Counter)
+    decode_steps: int = 0
+    decode_rows: int = 0
     _missing: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +83,14 @@ class Tally:
             yield
         finally:
             self.seconds[what] += time.perf_counter() - started
+
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[None]:
+        """Around one step that only decodes, `rows` samples of it."""
+        self.decode_steps += 1
+        self.decode_rows += rows
+        with self.timed("decode"):
+            yield
 
 
 class TokenEngine(Protocol):
@@ -158,7 +168,7 @@ class RolloutEngine:
             self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
-                                   tally.seconds["decode"], hashes)
+                                   tally.seconds["decode"], hashes, tally.decode_steps, tally.decode_rows)
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""

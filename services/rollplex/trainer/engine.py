@@ -16,7 +16,7 @@ from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import is_cuda, torch_device
-from rollplex.engine import Communicator, PromptReader, device_errors, layout_hash, release_cached
+from rollplex.engine import Communicator, PromptReader, device_errors, finish_work, layout_hash, release_cached
 from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
@@ -301,6 +301,7 @@ class TrainerEngine:
         """A command that all ranks execute; the device's errors become ours before they end the communicator."""
         with self.communicator.together(phase, command), device_errors(phase, command, self._actor.device):
             yield
+            finish_work(self._device)
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,

@@ -51,8 +51,10 @@ class Prefixes:
         pool_before = pool.used_bytes if pool is not None else 0
         with counter.counting():
             boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._limit)
+        # What the prefix runs again from waits where it will be needed.
+        kept_bytes = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
         holds = [self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes),
-                 self._arena.hold(ACTIVATIONS, Residency.HBM, counter.size_bytes)]
+                 self._arena.hold(ACTIVATIONS, Residency.HBM, kept_bytes)]
         if pool is not None:
             holds.append(self._arena.hold(ACTIVATIONS, Residency.PINNED, pool.used_bytes - pool_before))
         self._ready[group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, tuple(holds))

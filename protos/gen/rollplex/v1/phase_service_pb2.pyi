@@ -186,18 +186,22 @@ class QuiesceResult(_message.Message):
     def __init__(self, released_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateResult(_message.Message):
-    __slots__ = ("prompt_tokens", "response_tokens", "prefill_s", "decode_s", "prompt_hashes")
+    __slots__ = ("prompt_tokens", "response_tokens", "prefill_s", "decode_s", "prompt_hashes", "decode_steps", "decode_rows")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     response_tokens: int
     prefill_s: float
     decode_s: float
     prompt_hashes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prompt_hashes: _Optional[_Iterable[str]] = ...) -> None: ...
+    decode_steps: int
+    decode_rows: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., prompt_hashes: _Optional[_Iterable[str]] = ..., decode_steps: _Optional[int] = ..., decode_rows: _Optional[int] = ...) -> None: ...
 
 class PrefixResult(_message.Message):
     __slots__ = ("prompt_hashes", "boundary_bytes", "saved_bytes")
