@@ -147,7 +147,7 @@ def test_a_process_is_bounded_by_its_share():
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2 * GIB, dtype=torch.uint8, device=device)
     finally:
-        bound_allocator(device, budget_gib=0, share_gib=0)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
         release_cached(device)
 
 

@@ -18,6 +18,7 @@ from rollplex.core.residency import CONTRACT, RUNTIME, Holding, PlannedBytes, Re
 
 AUTO = "auto"
 GRADIENTS, REFERENCE = ("hbm", "pinned"), ("pinned", "resident", "re-read")
+OF_REFERENCE = frozenset({"boundary_reference", "reference_weights"})
 WORKING_PHASES = (Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE)
 
 
@@ -95,9 +96,9 @@ class Plan:
 
     def planned(self, phase: Phase, without: Container[str] = ()) -> list[PlannedBytes]:
         """`needs` of every device of the plan's topology; what rollout's own devices need is not among it."""
-        topology = self.given.topology
+        topology, ranks = self.given.topology, Sizes(self.given).reference_tp
         return [PlannedBytes(name, topology.device_name(device), size) for device in range(topology.train_tp)
-                for name, size in self.needs(phase, without).items()]
+                for name, size in self.needs(phase, {*without, *(OF_REFERENCE if device >= ranks else ())}).items()]
 
     @property
     def peak(self) -> Column:
@@ -181,8 +182,8 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
         "actor_snapshot": sizes.training_weights if given.schedule == "disaggregated" else sizes.shared_snapshot,
         "rollout_kv": sizes.rollout_kv,
         "boundary_trainer": sizes.boundary,
-        "boundary_reference": sizes.boundary if given.reference else 0,
-        "reference_weights": sizes.training_weights if given.reference else 0,
+        "boundary_reference": sizes.reference_boundary if given.reference else 0,
+        "reference_weights": sizes.reference_weights if given.reference else 0,
         "prefix_activations": waiting,
         "suffix_activations": sizes.suffix_activations(choice.suffix_activations),
         "gradients": sizes.gradient_window if spilled else sizes.gradients,
@@ -218,10 +219,11 @@ def _host(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[str, int]:
     of_a_gpu = {
         "optimizer_state": 0 if given.ablation.no_state_offload else sizes.master + sizes.moments + sizes.spare_slots,
         "gradients": sizes.gradients if choice.gradients == "pinned" else 0,
-        "reference_weights": sizes.training_weights if given.reference and choice.reference == "pinned" else 0,
         "pinned_pool": sizes.layer_inputs if choice.activations == "offload" else 0,
     }
     host = {name: size * given.gpus for name, size in of_a_gpu.items()} | {"media": sizes.media}
+    if given.reference and choice.reference == "pinned":
+        host["reference_weights"] = sizes.reference_weights * sizes.reference_tp * (given.gpus // given.topology.train_tp)
     return {name: size for name, size in host.items() if size}
 
 
