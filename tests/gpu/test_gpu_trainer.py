@@ -3,6 +3,7 @@ where they compare it with itself, so that nothing but the device is new on a GP
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -205,7 +206,10 @@ def test_device_peak_does_not_grow_with_the_model(devices):
             torch.cuda.reset_peak_memory_stats()
             staging = update._pipeline._buffers.nbytes
             before = torch.cuda.memory_allocated() - staging
+        began = time.perf_counter()
         result = update.run(order(1))
+        rate = result.state_bytes / (time.perf_counter() - began) / 1e9
+        print(f"{chunks} chunks on {devices}: {rate:.1f} GB/s in and out together")
         peaks.append((result.peak_state_bytes, torch.cuda.max_memory_allocated() - before if devices == "cuda" else 0))
         assert result.chunk_count == chunks
         for name, (target,) in targets.items():
