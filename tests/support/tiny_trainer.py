@@ -158,18 +158,18 @@ def run_config(*, loss: dict | None = None, optimizer: dict | None = None, **fie
                      optimizer=OptimizerConfig(**(rates | (optimizer or {}))), **fields)
 
 
-def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, *, devices: str = "host", **places: str
+def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, *, devices: str = "host", gradients: str = ""
                 ) -> TrainerEngine:
-    """As a new process would have it, on `devices` (MeshSection.devices) 0; `places`: of TrainerSection. Needs a TP group."""
+    """As a new process would have it, on `devices` (MeshSection.devices) 0. Needs a tensor-parallel group."""
     config, topology = read_model_config(checkpoint), Topology(device_kind=devices)
     device = use_device(topology.device_name(0))
     model = VisionLanguageModel(config, dtype, device)
     actor = ActorSlabs(broker, model.layout, topology, 0)
     alone = Communicator("trainer", 0, 1, Path(), timeout_s=1.0)
-    section = TrainerSection(logprob_chunk_tokens=7, offload_pool_bytes=1 << 20, **places)
+    section = TrainerSection(logprob_chunk_tokens=7, offload_pool_bytes=1 << 20, gradients=gradients)
     return TrainerEngine(broker, TextReader(config, device), model, actor, checkpoint, alone,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         suffix_saved=section.suffix_saved(devices), gradients=section.gradient_place(devices))
+                         gradients=section.gradient_place(devices))
 
 
 def make_groups(*, count: int = 2, samples: int = 4, seed: int = 0) -> tuple[list, list]:

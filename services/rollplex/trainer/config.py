@@ -10,7 +10,6 @@ from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.entry import load_sections
 
 GRADIENT_PLACES = ("hbm", "host")
-SUFFIX_SAVED_MODES = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +25,14 @@ class TrainerSection:
     offload_pool_bytes: int = 1 << 30
     """Host slab for activations when the run's saved_activations is `offload`."""
 
-    suffix_saved_activations: str = ""
-    """What a suffix leaves between its forward and its backward: `keep` (every activation) or `recompute` (layer inputs, as
-    `plan` reckons). Empty: `recompute` on GPUs, else `keep`."""
     gradients: str = ""
     """Where the FP32 gradient buffer lies: `hbm`, on the rank's device, from the first suffix to the end of the update; `host`,
     in host memory for the whole run (on a GPU every backward pass then moves 8 bytes a parameter over the bus). Empty: `hbm` on
     GPUs, else `host`."""
 
     def __post_init__(self) -> None:
-        for name, known in (("gradients", GRADIENT_PLACES), ("suffix_saved_activations", SUFFIX_SAVED_MODES)):
-            if getattr(self, name) not in ("", *known):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}, or empty")
+        if self.gradients not in ("", *GRADIENT_PLACES):
+            raise ValueError(f"gradients is {self.gradients!r}; it must be one of {', '.join(GRADIENT_PLACES)}, or empty")
         for name in ("threads", "logprob_chunk_tokens", "offload_pool_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -46,10 +41,6 @@ class TrainerSection:
     def gradient_place(self, device_kind: str) -> str:
         """`hbm` or `host`, for devices of MeshSection.devices."""
         return self.gradients or ("hbm" if device_kind == "cuda" else "host")
-
-    def suffix_saved(self, device_kind: str) -> str:
-        """`keep` or `recompute`, for devices of MeshSection.devices."""
-        return self.suffix_saved_activations or ("recompute" if device_kind == "cuda" else "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

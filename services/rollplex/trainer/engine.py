@@ -42,15 +42,14 @@ class TrainerEngine:
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorSlabs,
                  checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
-                 suffix_saved: str = "keep", gradients: str = "host", check_hashes: bool = False) -> None:
-        """`gradients`: where they lie, `hbm` or `host`; `suffix_saved`: `keep` or `recompute` (TrainerSection)."""
+                 gradients: str = "host", check_hashes: bool = False) -> None:
+        """`gradients`: where they lie, `hbm` or `host` (TrainerSection.gradients)."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash(model.config, model.layout)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
         self._checkpoint, self._check_hashes = checkpoint, check_hashes
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
-        self._suffix_saved = suffix_saved
         self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
@@ -299,7 +298,7 @@ class TrainerEngine:
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens, self._suffix_saved)
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
 
     def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
         for group in groups:

@@ -46,7 +46,6 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
                                 timeout_s=config.mesh.collective_timeout_s, device=str(device))
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         suffix_saved=section.suffix_saved(topology.device_kind),
                          gradients=section.gradient_place(topology.device_kind), check_hashes=section.check_hashes)
 
 

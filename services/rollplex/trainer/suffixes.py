@@ -38,8 +38,6 @@ class SuffixRunner:
     micro_batch_samples: int
     chunk_tokens: int
     """Tokens whose logits exist at once."""
-    saved: str = "keep"
-    """TrainerSection.suffix_saved_activations: `keep` or `recompute`; the same bits."""
 
     @torch.no_grad()
     def score(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
@@ -82,7 +80,7 @@ class SuffixRunner:
         """Log-probabilities and entropies, one [R_i] a sample each."""
         responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in samples]
         packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self.model.head_weight.device)
-        hidden_TD = suffix_forward(self.model, ready.boundary, packed, self.saved)
+        hidden_TD = suffix_forward(self.model, ready.boundary, packed)
         logp_T, entropy_T = token_logprobs(
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
