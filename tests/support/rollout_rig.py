@@ -24,8 +24,8 @@ SAMPLING = work.Sampling(temperature=1.0, max_response_tokens=24, seed=5)
 
 
 @contextmanager
-def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = None, replica: int = 0
-               ) -> Iterator[SimpleNamespace]:
+def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = None, replica: int = 0, *,
+               dtype: str = "float32") -> Iterator[SimpleNamespace]:
     """A broker with the trainer's session on it, the actor at snapshot 0, and an oracle on the checkpoint's weights."""
     torch.set_num_threads(1)
     section = MeshSection(runtime_dir=runtime_dir)
@@ -33,11 +33,11 @@ def actor_mesh(checkpoint: Path, runtime_dir: Path, topology: Topology | None = 
     loop = Loop()
     with tensor_parallel(), broker(section), connect(section, "trainer-0", "trainer") as session:
         processor = PromptProcessor.load(checkpoint, max_prompt_tokens=2048)
-        actor = Actor(session, checkpoint, topology=topology, replica=replica)
-        oracle = frozen_model(checkpoint)
+        actor = Actor(session, checkpoint, dtype, topology=topology, replica=replica)
+        oracle = frozen_model(checkpoint, getattr(torch, dtype))
         yield SimpleNamespace(
             section=section, checkpoint=checkpoint, session=session, loop=loop, actor=actor, oracle=oracle,
-            model=ModelSection(checkpoint=checkpoint), reader=PromptReader(session, processor, oracle.config),
+            model=ModelSection(checkpoint=checkpoint, dtype=dtype), reader=PromptReader(session, processor, oracle.config),
             prompts=PromptMaker(processor, actor.depositor()))
         actor.close()
 
@@ -65,12 +65,13 @@ def bits_of(outcome):
 
 
 @torch.no_grad()
-def teacher_forced(mesh, group, samples, temperature):
-    """The trainer's log-probabilities of the same tokens, one array a sample."""
+def teacher_forced(mesh, group, samples, temperature, model=None):
+    """The trainer's log-probabilities of the same tokens, one array a sample; or another model's."""
+    model = model or mesh.oracle
     inputs = mesh.reader.read(group)
     responses = [torch.tensor(sample.token_ids) for sample in samples]
     packed = pack_responses(inputs.last_token, responses, inputs.suffix_position)
-    hidden = suffix_forward(mesh.oracle, prefix_forward(mesh.oracle, inputs), packed)
-    logp, _ = token_logprobs(mesh.oracle, hidden, packed.targets, temperature=temperature,
-                             forbidden=mesh.oracle.config.forbidden_token_ids)
+    hidden = suffix_forward(model, prefix_forward(model, inputs), packed)
+    logp, _ = token_logprobs(model, hidden, packed.targets, temperature=temperature,
+                             forbidden=model.config.forbidden_token_ids)
     return [part.numpy() for part in packed.split(logp)]

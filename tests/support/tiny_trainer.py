@@ -158,8 +158,8 @@ def run_config(*, loss: dict | None = None, optimizer: dict | None = None, **fie
                      optimizer=OptimizerConfig(**(rates | (optimizer or {}))), **fields)
 
 
-def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, *, devices: str = "host", gradients: str = ""
-                ) -> TrainerEngine:
+def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, *, devices: str = "host", gradients: str = "",
+                **options) -> TrainerEngine:
     """As a new process would have it, on `devices` (MeshSection.devices) 0. Needs a tensor-parallel group."""
     config, topology = read_model_config(checkpoint), Topology(device_kind=devices)
     device = use_device(topology.device_name(0))
@@ -169,7 +169,7 @@ def open_engine(broker: DictBroker, checkpoint: Path, dtype: torch.dtype, *, dev
     section = TrainerSection(logprob_chunk_tokens=7, offload_pool_bytes=1 << 20, gradients=gradients)
     return TrainerEngine(broker, TextReader(config, device), model, actor, checkpoint, alone,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         gradients=section.gradient_place(devices))
+                         gradients=section.gradient_place(devices), **options)
 
 
 def make_groups(*, count: int = 2, samples: int = 4, seed: int = 0) -> tuple[list, list]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.core.errors import BadInput
+from rollplex.core.visible_gpus import visible_ordinal
 
 DEVICE_KINDS = ("host", "cuda")
 
@@ -93,5 +94,6 @@ def is_cuda(device: str) -> bool:
 
 
 def torch_device(device: str) -> str:
-    """Where tensors over a device's slabs lie, as torch names it."""
-    return device if is_cuda(device) else "cpu"
+    """Where tensors over a device's slabs lie, as torch names it in this process: a GPU by its number among those that the
+    process sees. Raises BadInput (GPU_NOT_VISIBLE) for one that it does not."""
+    return f"cuda:{visible_ordinal(int(device.removeprefix('cuda:')))}" if is_cuda(device) else "cpu"

@@ -16,6 +16,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from rollplex.core.placement import align_up
+from rollplex.core.topology import torch_device
 from rollplex.memory.driver import Handle, Reservation
 
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -33,18 +34,20 @@ class CudaDriver:
     would end the process.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        """Makes torch's context on the GPU, if there is none yet. Raises OSError without such a GPU."""
+    def __init__(self, device: str) -> None:
+        """`device`: the mesh's name. Makes torch's context on the GPU, if there is none yet. Raises OSError without such a GPU,
+        BadInput (GPU_NOT_VISIBLE) for one that this process has not chosen to see."""
+        ordinal = torch.device(torch_device(device)).index
         if not 0 <= ordinal < torch.cuda.device_count():
             raise OSError(errno.ENODEV, f"there is no GPU {ordinal}; CUDA shows {torch.cuda.device_count()}")
-        self.device = f"cuda:{ordinal}"
+        self.device = device
         self._ordinal, self._lock = ordinal, threading.Lock()
         self.read_only_mappings = True
         """Until CUDA says otherwise."""
         self._extents: dict[int, dict[int, int]] = {}
         """Reservation's address -> what is mapped there, size by offset: an unmap must name whole mappings."""
         # torch makes and keeps the primary context, which every thread of the process then shares.
-        torch.zeros(1, device=self.device)
+        torch.zeros(1, device=f"cuda:{ordinal}")
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location = _location(ordinal)
@@ -116,7 +119,8 @@ class CudaDriver:
             if any(offset < offset_bytes or offset + extents[offset] > stop for offset in covered):
                 raise ValueError(f"{size} bytes at {offset_bytes} cut a mapping in two; the GPU unmaps whole ones only")
             self._enter()
-            torch.cuda.synchronize(torch.cuda.current_device())
+            for ordinal in {self._ordinal, torch.cuda.current_device()}:
+                torch.cuda.synchronize(ordinal)
             for offset in covered:
                 _call(cu.cuMemUnmap, reservation.address + offset, extents.pop(offset))
 

@@ -19,7 +19,7 @@ def driver_of(device: str) -> Driver:
         try:
             from rollplex.memory.cuda_driver import CudaDriver
 
-            return CudaDriver(int(device.removeprefix("cuda:")))
+            return CudaDriver(device)
         except (ImportError, OSError) as error:
             raise BadInput(f"device {device}: {error}", reason="NO_DRIVER", device=device) from error
     raise BadInput(f"device {device!r} is neither host, host:N nor cuda:N", reason="NO_DRIVER", device=device)

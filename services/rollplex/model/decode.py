@@ -62,15 +62,15 @@ class GroupDecoder:
     def start(self, groups: Iterable[tuple[PromptInputs, int]], max_new_tokens: int) -> DecodeState:
         """Prefill each prompt once; rows are group after group. Given an iterator, one prompt's pixels live at a time."""
         boundaries, first_tokens, first_positions = [], [], []
+        device, dtype = self.embedding.device, self.embedding.dtype
         for inputs, n in groups:
             if n < 1:
                 raise BadInput(f"group {len(boundaries)} has {n} rows; it needs at least 1")
-            boundaries.append((prefix_forward(self.prefill, inputs), n))
+            boundaries.append((prefix_forward(self.prefill, inputs.to(device)), n))
             first_tokens.append(inputs.last_token)
             first_positions.append(inputs.suffix_position)
         if not boundaries or max_new_tokens < 1:
             raise BadInput(f"{len(boundaries)} groups, {max_new_tokens} new tokens; both must be at least 1")
-        device, dtype = self.embedding.device, self.embedding.dtype
         counts = torch.tensor([n for _, n in boundaries])
         rows = int(counts.sum())
         shape = (rows, self.kv_head_count, max_new_tokens, self.config.head_size)
@@ -89,7 +89,8 @@ class GroupDecoder:
 
     @torch.inference_mode()
     def step(self, state: DecodeState, tokens_B: torch.Tensor | None = None) -> torch.Tensor:
-        """Feed one token a row (None at the first step: the last prompt token) -> logits [B, V], padding at -inf."""
+        """Feed one token a row (None at the first step: the last prompt token) -> logits [B, V], padding at -inf, on the weights'
+        device; tokens may come from the host."""
         if state.step >= state.capacity:
             raise WrongState(f"all {state.capacity} tokens of this decode state are used")
         if (tokens_B is None) != (state.step == 0):
@@ -97,6 +98,7 @@ class GroupDecoder:
         tokens_B = state.first_tokens_B if tokens_B is None else tokens_B
         if tokens_B.shape != (state.row_count,):
             raise BadInput(f"{tuple(tokens_B.shape)} tokens for {state.row_count} rows")
+        tokens_B = tokens_B.to(self.embedding.device)
         rope = self.prefill.rotary.text(state.first_positions_B + state.step, self.embedding.dtype)
         hidden_BD = self._embed(tokens_B)
         for index, layer in enumerate(self.layers):

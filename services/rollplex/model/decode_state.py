@@ -63,7 +63,7 @@ class DecodeState:
     def keep_groups(self, kept: Sequence[bool]) -> torch.Tensor:
         """Drops the groups whose flag (one a group, in order) is False, rows and keys and all. At least one stays.
 
-        Returns the kept rows' old numbers.
+        Returns the kept rows' old numbers, on the host.
         """
         kv_heads = self.keys[0].shape[1]
         lots, rows, group = [], [], 0
@@ -74,7 +74,8 @@ class DecodeState:
             if len(old_rows):
                 lots.append(_kept_lot(lot, flags, kv_heads, start=sum(map(len, rows)), row_count=len(old_rows)))
                 rows.append(old_rows)
-        index_B = torch.cat(rows)
+        kept_rows = torch.cat(rows)
+        index_B = kept_rows.to(self.first_tokens_B.device)
         for halves in (self.keys, self.values):
             for layer, old_BKRd in enumerate(halves):
                 new = old_BKRd.new_empty(len(index_B), *old_BKRd.shape[1:])
@@ -83,7 +84,7 @@ class DecodeState:
         self.lots = lots
         self.first_tokens_B = self.first_tokens_B[index_B]
         self.first_positions_B = self.first_positions_B[index_B]
-        return index_B
+        return kept_rows
 
 
 def make_lots(boundaries: list[tuple[Boundary, int]]) -> list[Lot]:
@@ -108,7 +109,7 @@ def _make_lot(group: list[Boundary], start: int, n: int) -> Lot:
     padding = None
     if min(lengths) < longest:
         columns = torch.arange(longest, device=keys[0].device)
-        absent = columns[None] >= torch.tensor(lengths, device=columns.device)[:, None]
+        absent = columns[None] >= torch.tensor(lengths).to(columns.device)[:, None]
         padding = torch.zeros(absent.shape, dtype=keys[0].dtype, device=columns.device).masked_fill_(absent, -torch.inf)
         padding = padding[:, None, None]
     for boundary in group:
@@ -120,8 +121,10 @@ def _kept_lot(lot: Lot, flags: torch.Tensor, kv_heads: int, *, start: int, row_c
     if bool(flags.all()):
         return Lot(start, start + row_count, lot.groups, lot.keys, lot.values, lot.padding)
 
-    def kept(halves: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [x.unflatten(0, (lot.groups, kv_heads))[flags].flatten(0, 1) for x in halves]
+    chosen = flags.to(lot.keys[0].device)
 
-    padding = None if lot.padding is None else lot.padding[flags]
+    def kept(halves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.unflatten(0, (lot.groups, kv_heads))[chosen].flatten(0, 1) for x in halves]
+
+    padding = None if lot.padding is None else lot.padding[chosen]
     return Lot(start, start + row_count, int(flags.sum()), kept(lot.keys), kept(lot.values), padding)

@@ -20,14 +20,19 @@ class VllmSection:
     """Keys and values a device, held while samples decode."""
     max_model_len: int = 0
     """Prompt and response together, at most; 0: what the checkpoint allows. One such sequence must fit kv_cache_gib."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that must be free when vLLM starts; kv_cache_gib, not this, sizes what it takes."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of one step, prompts' and samples' together; a longer prompt is computed in parts (on a CPU whole). More prefill
+    faster, in more memory for activations."""
+    gpu_memory_utilization: float = 0.05
+    """Share of a GPU's memory that must be free when vLLM starts, a check of its own; kv_cache_gib sizes what it takes."""
     enforce_eager: bool = False
     """No CUDA graphs. On a CPU there are none."""
 
     def __post_init__(self) -> None:
         if not self.kv_cache_gib > 0:
             raise ValueError(f"kv_cache_gib is {self.kv_cache_gib}; it must be above 0")
+        if self.max_num_batched_tokens < 1:
+            raise ValueError(f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least 1")
         if self.max_model_len < 0:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be 0 (the checkpoint's) or above")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -39,15 +44,19 @@ class RolloutSection:
     """[rollout]."""
 
     engine: str = "torch"
-    """What decodes: `torch`, on the CPU, or `vllm` (docs/vllm.md)."""
+    """What decodes: `torch`, our own decoder, or `vllm` (docs/vllm.md)."""
     threads: int = 1
     """CPU threads of a forward pass. Another number may change a sample in its last bits."""
     max_rows: int = 256
     """Samples decoded at once; a group is never split, so a single larger group still runs. Ignored in deterministic
     mode, which decodes one group at a time."""
+    hbm_share_gib: float = 0.0
+    """Of a GPU, what this process's allocator may take at most, keys and values included, slabs apart; 0: mesh.hbm_budget_gib."""
     vllm: VllmSection = field(default_factory=VllmSection)
 
     def __post_init__(self) -> None:
+        if not self.hbm_share_gib >= 0:
+            raise ValueError(f"hbm_share_gib is {self.hbm_share_gib}; it must be at least 0")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         for name in ("threads", "max_rows"):

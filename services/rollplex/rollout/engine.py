@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rollplex.core import work
-from rollplex.core.config import RunConfig
+from rollplex.core.config import AblationConfig, RunConfig
 from rollplex.core.errors import Aborted, BadInput, WrongState
 from rollplex.core.ids import sample_seed
 from rollplex.rollout.copies import SnapshotCopies
@@ -43,6 +43,8 @@ class Tally:
     prompt_tokens: int = 0
     response_tokens: int = 0
     seconds: Counter = field(default_factory=Counter)
+    decode_steps: int = 0
+    decode_rows: int = 0
     _missing: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,14 @@ class Tally:
         finally:
             self.seconds[what] += time.perf_counter() - started
 
+    @contextmanager
+    def decoding(self, rows: int) -> Iterator[None]:
+        """Around one step that only decodes, `rows` samples of it."""
+        self.decode_steps += 1
+        self.decode_rows += rows
+        with self.timed("decode"):
+            yield
+
 
 class TokenEngine(Protocol):
     """What decodes: the `torch` engine, or vLLM. Owner thread only; tests/contract/rollout is its contract."""
@@ -111,20 +121,24 @@ class RolloutEngine:
 
     role, rank = "rollout", 0
 
-    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1, copies: SnapshotCopies | None = None) -> None:
-        """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: of a replica on devices of its own."""
+    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1, copies: SnapshotCopies | None = None,
+                 kv_pool_bytes: int = 0) -> None:
+        """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: for when it does not share the trainer's
+        slabs. `kv_pool_bytes`: of a device, what `tokens` sets aside for keys and values; 0: what the samples need."""
         self.layout_hash, self.tensor_parallel_size = tokens.layout_hash, tensor_parallel_size
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens, self._copies = tokens, copies
+        self.kv_pool_bytes, self._ablation = kv_pool_bytes, AblationConfig()
 
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
         self._leave()
+        place = run
         if self._copies is not None:
-            self._copies.open(run)
-        self._tokens.open(run)
-        self.open_run_name = run
+            place = self._copies.open(run, wanted=self._copies.elsewhere or config.ablation.no_weight_sharing)
+        self._tokens.open(place)
+        self.open_run_name, self._ablation = run, config.ablation
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
@@ -154,12 +168,12 @@ class RolloutEngine:
             self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
-                                   tally.seconds["decode"], hashes)
+                                   tally.seconds["decode"], hashes, tally.decode_steps, tally.decode_rows)
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""
         with self._left_when_broken():
-            released = self._tokens.release_kv()
+            released = 0 if self._ablation.rollout_resident else self._tokens.release_kv()
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
@@ -169,7 +183,7 @@ class RolloutEngine:
 
     def _bring(self, context: work.WorkContext, snapshot: int) -> int:
         """Bytes copied to devices of its own; 0 where they are the trainer's."""
-        if self._copies is None or snapshot == self.bound_snapshot:
+        if self._copies is None or not self._copies.opened or snapshot == self.bound_snapshot:
             return 0
         self._leave()
         return self._copies.bring(context, snapshot)

@@ -16,6 +16,7 @@ import torch
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import RollplexError
 from rollplex.core.ids import new_id
+from rollplex.core.topology import torch_device
 from rollplex.model import DecodeState, GroupDecoder, PromptInputs, destroy_tensor_parallel, init_tensor_parallel
 from rollplex.rollout.engine import ReplicaBroken
 from rollplex.rollout.prompt_frames import pack_prompt
@@ -69,7 +70,7 @@ class Replica:
 
     def drop(self) -> int:
         """Releases every decode state; bytes of keys and values that were still held, on all ranks."""
-        released = self.shard.keys_values.clear()
+        released = self.shard.drop()
         return released + sum(answer["released"] for answer in self._workers.ask({"op": "drop"}, "release"))
 
     def close(self) -> None:
@@ -103,7 +104,8 @@ class Replica:
             path = self._rendezvous / new_id("store")
             self._workers.meet(f"file://{path}")
             with self._workers.together("start"):
-                init_tensor_parallel(0, size, store=f"file://{path}", timeout_s=self._timeout_s)
+                init_tensor_parallel(0, size, store=f"file://{path}", timeout_s=self._timeout_s,
+                                     device=torch_device(self.shard.device))
         self.shard.join()
 
 

@@ -41,8 +41,10 @@ class TorchEngine:
                 tally.check()
                 with tally.timed("prefill"):
                     self._admit(waiting, batches, sampler, tally, sampling.deterministic)
-                with tally.timed("decode"):
-                    finished = [sample for batch in batches for sample in batch.step()]
+                finished = []
+                for batch in batches:
+                    with tally.decoding(batch.row_count):
+                        finished += batch.step()
                 if finished:
                     tally.finish(finished)
                     batches[:] = [batch for batch in batches if batch.row_count]

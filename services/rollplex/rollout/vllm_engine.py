@@ -20,16 +20,11 @@ from rollplex.rollout.config import RolloutConfig
 from rollplex.rollout.engine import ReplicaBroken, SeededGroup, Tally
 from rollplex.rollout.vllm_flight import Flight
 from rollplex.rollout.vllm_group import VllmGroup
+from rollplex.rollout.vllm_options import engine_options, step_tokens
 from rollplex.rollout.vllm_prompts import VllmPrompts
 from rollplex.rollout.workers import process_name
 
 log = logging.getLogger(__name__)
-
-GIB = 1 << 30
-CPU_BLOCK_TOKENS = 32
-"""vLLM's own default of 128 lets no short prompt hit the prefix cache."""
-CPU_STEP_TOKENS = 8192
-"""At least; and never less than the longest sequence."""
 
 
 class VllmEngine:
@@ -42,6 +37,7 @@ class VllmEngine:
         self.layout_hash = layout_hash(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
+        self._step_tokens = step_tokens(config, self._max_tokens, on_gpu=vllm_internals.on_gpu())
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
                                 config.mesh.collective_timeout_s)
         self._prompts = VllmPrompts(reader, processor, model)
@@ -77,8 +73,11 @@ class VllmEngine:
             while waiting or flight:
                 tally.check()
                 with tally.timed("prefill"):
-                    started = self._admit(waiting, flight, tally, sampling.deterministic)
-                with tally.timed("prefill" if started else "decode"), self._group.together("decode"):
+                    self._admit(waiting, flight, tally, sampling.deterministic)
+                rows = min(len(flight), self._max_rows)
+                # A step that has prompt tokens decodes beside them; its time is prefill's.
+                timed = tally.timed("prefill") if flight.prefills(self._max_rows) else tally.decoding(rows)
+                with timed, self._group.together("decode"):
                     finished = flight.step()
                 tally.finish(finished)
         except (Aborted, DeadlineExceeded):
@@ -87,16 +86,17 @@ class VllmEngine:
         finally:
             if self._group.running:
                 flight.abort()
+                with self._group.together("decode"):
+                    vllm_internals.settle(self._group.engine)
                 self.release_kv()
 
     def release_kv(self) -> int:
         if not self._group.running or not self._kv_backed:
             return 0
-        self._kv_backed = False
         self._drop_caches()
-        if vllm_internals.has_sleep_mode():
-            self._group.engine.sleep(1)
-        return sum(self._group.ask("rollplex_release_kv"))
+        released = sum(self._group.ask("rollplex_release_kv"))
+        self._kv_backed = False
+        return released
 
     def close(self) -> None:
         if self._group.running:
@@ -119,18 +119,18 @@ class VllmEngine:
         return bound[0][0], {device: inode for _, device, inode in bound}
 
     def _back_kv(self) -> None:
-        if vllm_internals.has_sleep_mode():
-            self._group.engine.wake_up()
         self._group.ask("rollplex_back_kv")
         self._kv_backed = True
 
-    def _admit(self, waiting: deque[SeededGroup], flight: Flight, tally: Tally, deterministic: bool) -> int:
-        """Starts groups while rows are free; how many. vLLM queues what is over max_rows, so one group may be.
+    def _admit(self, waiting: deque[SeededGroup], flight: Flight, tally: Tally, deterministic: bool) -> None:
+        """Starts groups while rows are free, up to a step's worth of prompts: media of the next ones are read while vLLM works
+        on these. vLLM queues what is over max_rows, so one group may be.
 
         Deterministic: a group has vLLM for itself, and no cache knows of the one before.
         """
-        started = 0
-        while waiting and (not flight if deterministic else len(flight) < self._max_rows):
+        admitted = 0
+        while (waiting and admitted < self._step_tokens
+               and (not flight if deterministic else len(flight) < self._max_rows)):
             tally.check()
             if deterministic:
                 self._drop_caches()
@@ -138,8 +138,7 @@ class VllmEngine:
             rendered, prompt_hash = self._prompts.read(self._group.engine, seeded.group)
             tally.prompt(seeded.group, prompt_hash)
             flight.add(seeded, rendered)
-            started += 1
-        return started
+            admitted += len(seeded.group.token_ids)
 
     def _check_lengths(self, groups: Sequence[SeededGroup], sampling: work.Sampling) -> None:
         """vLLM would end a response early, as if it had reached the limit that was asked for."""
@@ -160,33 +159,13 @@ class VllmEngine:
 
 def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineArgs:
     """Raises BadInput for a type that vLLM does not compute in."""
-    if config.model.dtype == "float64":
-        raise BadInput("vLLM does not compute in float64; use model.dtype bfloat16 or float32, or rollout.engine torch",
-                       reason="BAD_CONFIG")
     # Of a plugin that is not installed (a source tree on PYTHONPATH), too.
     vllm_loader.register()
     vllm_internals.keep_embeddings_tied()
-    options = config.rollout.vllm
     topology = config.mesh.topology
     source = vllm_loader.SlabSource(
         config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
         config.model.dtype, topology.train_tp, tuple(map(topology.device_name, topology.replica_devices(replica))))
-    on_gpu = vllm_internals.has_sleep_mode()
-    # A prompt that is computed in parts draws from its generator before it should; vLLM then sets the generator back, which
-    # a CPU's cannot do: "CPU Generator does not use offset". There a prompt is computed whole.
-    whole = {} if on_gpu else {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_tokens),
-                               "block_size": CPU_BLOCK_TOKENS}
-    return EngineArgs(
-        **whole, model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0, tensor_parallel_size=topology.rollout_tp,
-        load_format=vllm_loader.LOAD_FORMAT, model_loader_extra_config=source.as_config(),
-        worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker",
-        max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows,
-        kv_cache_memory_bytes=int(options.kv_cache_gib * GIB), gpu_memory_utilization=options.gpu_memory_utilization,
-        enable_prefix_caching=True,
-        enforce_eager=options.enforce_eager or not on_gpu, enable_sleep_mode=on_gpu,
-        # The tower whole on every rank, as the slab has it; each medium is processed once, so nothing is worth caching.
-        mm_encoder_tp_mode="data", mm_processor_cache_gb=0, skip_mm_profiling=True,
-        # The log-probability of what was sampled: after temperature and forbidden tokens.
-        logprobs_mode="processed_logprobs",
-        # No sampling defaults from the checkpoint.
-        generation_config="vllm", disable_log_stats=True)
+    return EngineArgs(**engine_options(config, max_tokens, on_gpu=vllm_internals.on_gpu()), load_format=vllm_loader.LOAD_FORMAT,
+                      model_loader_extra_config=source.as_config(),
+                      worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker")

@@ -48,8 +48,13 @@ class Flight:
             raise BadInput(f"temperature is {sampling.temperature}; vLLM samples at {LEAST_TEMPERATURE} or above",
                            reason="BAD_SAMPLING")
         self._engine, self._sampling = engine, sampling
-        self._stops, self._forbidden = list(stop_token_ids), {token: -math.inf for token in forbidden_token_ids}
+        self._lengths = sampling.lengths
+        # End tokens do not end a sample whose length is prescribed.
+        self._stops = [] if self._lengths else list(stop_token_ids)
+        self._forbidden = {token: -math.inf for token in forbidden_token_ids}
         self._growing: dict[str, Growing] = {}
+        self._unstarted = 0
+        """Samples in flight without a token."""
 
     def __len__(self) -> int:
         return len(self._growing)
@@ -59,13 +64,19 @@ class Flight:
         for index, seed in enumerate(seeded.seeds.tolist()):
             request = f"{next(self._numbers)}.{group.group_index}.{index}"
             self._growing[request] = Growing(group.group_index, index)
+            self._unstarted += 1
             self._engine.add_request(request, rendered, self._params(seed))
+
+    def prefills(self, max_rows: int) -> bool:
+        """Whether the next step has prompt tokens: some sample waits for its first token, and not only for one of `max_rows`."""
+        return self._unstarted > max(0, len(self._growing) - max_rows)
 
     def step(self) -> list[work.FinishedSample]:
         """One step of the engine; the samples that it ended."""
         finished = []
         for output in self._engine.step():
             sample, (completion,) = self._growing[output.request_id], output.outputs
+            self._unstarted -= not sample.tokens and bool(completion.token_ids)
             sample.tokens.extend(completion.token_ids)
             for token, by_token in zip(completion.token_ids, completion.logprobs or (), strict=True):
                 logprob = by_token[token].logprob
@@ -87,12 +98,14 @@ class Flight:
         """Takes what is left out of the engine. Idempotent."""
         self._engine.abort_request(list(self._growing))
         self._growing.clear()
+        self._unstarted = 0
 
     def _params(self, seed: int) -> SamplingParams:
+        limit = self._lengths.length(seed) if self._lengths else self._sampling.max_response_tokens
         return SamplingParams(
             temperature=0.0 if self._sampling.greedy else self._sampling.temperature,
             # torch's generators take 63 bits everywhere.
-            seed=seed >> 1, max_tokens=self._sampling.max_response_tokens,
+            seed=seed >> 1, max_tokens=limit,
             # Only these end a response, and they stay in it: the checkpoint's other defaults do not apply.
             ignore_eos=True, stop_token_ids=self._stops, logit_bias=self._forbidden,
             # 0: the sampled token's own, nothing besides. Text is never made here: it was nine tenths of a step.

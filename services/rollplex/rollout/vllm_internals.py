@@ -46,8 +46,11 @@ def plain_linear_layers() -> Iterator[None]:
     """While a model is loaded on a CPU: its linear layers multiply by `weight` where it lies.
 
     vLLM otherwise repacks each weight into a layout of its own and leaves an empty tensor behind, which ends sharing
-    without an error. CUDA layers are not repacked.
+    without an error. On a GPU unquantised layers are neither repacked nor written, and nothing is done here.
     """
+    if on_gpu():
+        yield
+        return
     from vllm.model_executor.layers import utils
 
     def keep(layer: nn.Module, remove_weight: bool) -> None:
@@ -77,17 +80,44 @@ def keep_embeddings_tied() -> None:
         ModelConfig.maybe_untie_word_embeddings = lambda self: None
 
 
-def has_sleep_mode() -> bool:
-    """Whether the platform frees keys and values itself; the flag has no public name."""
+def on_gpu() -> bool:
+    """What vLLM computes on; the platform has no public name."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda()
 
 
 def kv_storages(worker: Any) -> list[torch.UntypedStorage]:
-    """Of a worker's keys and values, each once. A CPU has no sleep mode, and nothing public names these tensors."""
+    """Of a worker's keys and values, each once; nothing public names these tensors."""
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in worker.model_runner.kv_caches}
     return list(storages.values())
+
+
+def free_kv(worker: Any) -> None:
+    """Keys and values lose their memory and keep their addresses. After the prefix cache has been reset.
+
+    On a GPU by vLLM's sleep mode, one level below `LLMEngine.sleep`: that asserts that the device has more free memory than
+    before, which is not so when a neighbour took some meanwhile, and leaves the scheduler paused. What else is in vLLM's
+    pools (rotary tables, a few MiB; our weights never are) waits in host memory.
+    """
+    if on_gpu():
+        torch.cuda.synchronize()
+        _memory_pools().sleep(offload_tags=("weights",))
+    else:
+        for storage in kv_storages(worker):
+            give_pages_back(storage)
+
+
+def back_kv(worker: Any) -> None:
+    """The counterpart; what they hold is undefined. On a CPU pages come as they are touched."""
+    if on_gpu():
+        worker.wake_up()
+
+
+def _memory_pools() -> Any:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance()
 
 
 def give_pages_back(storage: torch.UntypedStorage) -> None:
@@ -128,6 +158,12 @@ def drop_caches(engine: Any) -> bool:
     engine.reset_encoder_cache()
     engine.reset_mm_cache()
     return engine.reset_prefix_cache()
+
+
+def settle(engine: Any) -> None:
+    """No step is under way afterwards: asynchronous scheduling is one ahead, also of an abort. Outputs are dropped."""
+    while getattr(engine.engine_core.engine_core, "batch_queue", None):
+        engine.step()
 
 
 def worker_processes(engine: Any) -> list[Any]:

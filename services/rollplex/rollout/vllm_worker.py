@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from rollplex.core.errors import RollplexError
+from rollplex.core.errors import OutOfMemory, RollplexError
 from rollplex.core.ids import actor_slab
 from rollplex.rollout.shard import KeyValueAccount
-from rollplex.rollout.vllm_internals import give_pages_back, has_sleep_mode, kv_storages
-from rollplex.rollout.vllm_loader import check_placed
+from rollplex.rollout.vllm_internals import back_kv, free_kv, kv_storages
+from rollplex.rollout.vllm_loader import check_placed, register
+
+# Every worker imports this module before it loads a model. Without an installed wheel no plugin has registered the loader.
+register()
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,28 @@ class ActorWorker:
 
     @_returning_refusals
     def rollplex_back_kv(self) -> None:
-        """Keys and values may be touched from now on; the broker's ledger has them."""
-        self._rollplex_account().set(sum(storage.nbytes() for storage in kv_storages(self)))
+        """Keys and values may be touched from now on; the broker's ledger has them. Idempotent.
+
+        Raises OutOfMemory when the device has no room for them. vLLM's pool is then half mapped, and the process must be
+        started again.
+        """
+        size_bytes = sum(storage.nbytes() for storage in kv_storages(self))
+        if getattr(self, "_rollplex_kv_freed", False):
+            try:
+                back_kv(self)
+            except RuntimeError as error:
+                raise OutOfMemory(f"{size_bytes:,} bytes of keys and values (rollout.vllm.kv_cache_gib) cannot be had: {error}; "
+                                  "start this replica again when they can", reason="KV_NOT_BACKED",
+                                  size_bytes=size_bytes) from error
+            self._rollplex_kv_freed = False
+        self._rollplex_account().set(size_bytes)
 
     @_returning_refusals
     def rollplex_release_kv(self) -> int:
-        """After the prefix cache has been reset. Bytes given back, 0 when they were not held."""
-        if not has_sleep_mode():
-            for storage in kv_storages(self):
-                give_pages_back(storage)
+        """After the prefix cache has been reset. Bytes given back, 0 when they were not held. Idempotent."""
+        if not getattr(self, "_rollplex_kv_freed", False):
+            free_kv(self)
+            self._rollplex_kv_freed = True
         return self._rollplex_account().clear()
 
     def rollplex_close(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex.core.errors import InternalError, RollplexError
 from rollplex.core.strict import parse
+from rollplex.core.topology import torch_device
 from rollplex.rollout.config import RolloutConfig
 from rollplex.rpc.handles import encode, error_frame, recv_frame, send_data
 
@@ -52,7 +53,7 @@ class Worker:
         from rollplex.model import init_tensor_parallel
 
         init_tensor_parallel(self._rank, self._config.mesh.topology.rollout_tp, store=store,
-                             timeout_s=self._config.mesh.collective_timeout_s)
+                             timeout_s=self._config.mesh.collective_timeout_s, device=torch_device(self._shard.device))
         self._shard.join()
 
     def bind(self, run: str, snapshot: int) -> None:
@@ -91,7 +92,7 @@ class Worker:
 
     def drop(self) -> None:
         self._states.clear()
-        self._answer({"released": self._shard.keys_values.clear()})
+        self._answer({"released": self._shard.drop()})
 
     def _prompts(self) -> Iterator[tuple[PromptInputs, int]]:
         from rollplex.rollout.prompt_frames import unpack_prompt

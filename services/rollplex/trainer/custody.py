@@ -15,7 +15,7 @@ from rollplex.core.errors import WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
-from rollplex.core.topology import is_cuda
+from rollplex.core.topology import is_cuda, is_host
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_registration import HostRegistration
@@ -46,10 +46,12 @@ class HeldSlab:
         OutOfMemory when it cannot be pinned."""
         self._lease: SlabLease = session.lease(name, LeaseMode.WRITE)
         _check_size(self._lease, size_bytes)
-        self._mapped = MappedSlab(driver_of("host"), size_bytes)
+        device = self._lease.slab.device
+        self._mapped = MappedSlab(driver_of(device), size_bytes)
         self._mapped.bind(self._lease, writable=True)
         try:
-            self._registration = HostRegistration(self._mapped.address, size_bytes) if registered else None
+            pinned = registered and is_host(device)
+            self._registration = HostRegistration(self._mapped.address, size_bytes) if pinned else None
         except BaseException:
             self._mapped.close()
             self._lease.release()
@@ -179,14 +181,16 @@ def slab_sizes(layout: StateLayout) -> dict[str, int]:
 
 
 def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, device: str, run: str,
-                 gradients: str = "host") -> None:
-    """Zero-filled slabs of a new run: the device's actor and the rank's own, but for gradients that visit the device."""
+                 gradients: str = "host", state_device: str = "host") -> None:
+    """Zero-filled slabs of a new run: the device's actor and the rank's own, but for gradients that visit the device.
+    `state_device`: where master weights and moments lie."""
     session.create(actor_slab(run, device), object_class="actor_snapshot", device=device, size_bytes=actor.size_bytes, run=run)
     for what, size_bytes in slab_sizes(layout).items():
         if what == "gradients" and gradients == "hbm":
             continue
         object_class = "gradients" if what == "gradients" else "optimizer_state"
-        session.create(state_slab(run, rank, what), object_class=object_class, size_bytes=size_bytes, run=run)
+        session.create(state_slab(run, rank, what), object_class=object_class, size_bytes=size_bytes, run=run,
+                       device=state_device if what == "optimizer" else "host")
 
 
 def _check_size(lease: SlabLease, size_bytes: int) -> None:

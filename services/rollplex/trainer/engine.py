@@ -17,6 +17,7 @@ from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import is_cuda, torch_device
 from rollplex.engine import Communicator, PromptReader, device_errors, finish_work, layout_hash, release_cached
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
@@ -42,7 +43,7 @@ class TrainerEngine:
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorSlabs,
                  checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
-                 gradients: str = "host", check_hashes: bool = False) -> None:
+                 gradients: str = "host", check_hashes: bool = False, prefix_stream: PrefixStream | None = None) -> None:
         """`gradients`: where they lie, `hbm` or `host` (TrainerSection.gradients)."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash(model.config, model.layout)
@@ -50,10 +51,12 @@ class TrainerEngine:
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
         self._checkpoint, self._check_hashes = checkpoint, check_hashes
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
+        self.residency = {"gradients": gradients}
         self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
-        self._prefixes = Prefixes(model, self._arena)
+        self._prefix_stream = prefix_stream
+        self._prefixes = Prefixes(model, self._arena, prefix_stream)
         self._views = actor.views()
         self._config = RunConfig()
         self._state: custody.RunState | None = None
@@ -83,10 +86,11 @@ class TrainerEngine:
         return work.OpenRunResult(self._actor.own.slab, self._model.layout.size_bytes, snapshot if attach else 0, whole)
 
     def _open_slabs(self, run: str, config: RunConfig, attach: bool) -> None:
-        device, layout = self._actor.device, custody.plan_state(self._model, config.optimizer)
+        device, layout = self._actor.device, custody.plan_state(self._model, config.streamed_optimizer)
         if not attach:
             custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
-            custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at)
+            custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
+                                 device if config.ablation.no_state_offload else "host")
         self._state = custody.RunState(self._session, self._model, layout, run, new=not attach, device=device,
                                        gradients=self._gradients_at)
         self._actor.open(run)
@@ -275,6 +279,8 @@ class TrainerEngine:
         """Slabs stay with the broker."""
         self.communicator.close()
         self._close_run()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._actor.close()
         self._session.close()
 
@@ -298,7 +304,8 @@ class TrainerEngine:
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens,
+                            self._config.suffix_activations)
 
     def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
         for group in groups:

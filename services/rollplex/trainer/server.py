@@ -7,6 +7,8 @@ import torch
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, use_device
+from rollplex.engine.hbm_share import bound_allocator
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     ActorLayout,
@@ -33,6 +35,7 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     size = topology.train_tp
     torch.set_num_threads(section.threads)
     device = use_device(topology.device_name(rank))
+    bound_allocator(device, budget_gib=config.mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
@@ -46,7 +49,8 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
                                 timeout_s=config.mesh.collective_timeout_s, device=str(device))
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         gradients=section.gradient_place(topology.device_kind), check_hashes=section.check_hashes)
+                         gradients=section.gradient_place(topology.device_kind), check_hashes=section.check_hashes,
+                         prefix_stream=open_prefix_stream(config.mesh, rank))
 
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:

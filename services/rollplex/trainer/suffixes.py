@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -38,6 +39,8 @@ class SuffixRunner:
     micro_batch_samples: int
     chunk_tokens: int
     """Tokens whose logits exist at once."""
+    saved: Literal["keep", "recompute"]
+    """RunConfig.suffix_activations."""
 
     @torch.no_grad()
     def score(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
@@ -80,7 +83,7 @@ class SuffixRunner:
         """Log-probabilities and entropies, one [R_i] a sample each."""
         responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in samples]
         packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self.model.head_weight.device)
-        hidden_TD = suffix_forward(self.model, ready.boundary, packed)
+        hidden_TD = suffix_forward(self.model, ready.boundary, packed, self.saved)
         logp_T, entropy_T = token_logprobs(
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from engine_rig import served
 from replica_rig import VLLM, replica_process
 from rollout_rig import actor_mesh
@@ -31,12 +32,15 @@ def vllm_engine(model: ModelSection, mesh: MeshSection):
 
 ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
 REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
-            "vllm-tp2-q2": (Topology(4, 2), 1)}
+            "vllm-tp2-q2": (Topology(4, 2), 1), "torch-cuda": (Topology(device_kind="cuda"), 0),
+            "vllm-cuda": (Topology(device_kind="cuda"), 0)}
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; `make test-gpu` runs this")]
 
 
 @pytest.fixture(scope="module", params=[
-    *ENGINES, *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2"))])
+    *ENGINES, *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2")),
+    *(pytest.param(name, marks=GPU) for name in ("torch-cuda", "vllm-cuda"))])
 def engine_name(request):
     if request.param.startswith("vllm"):
         pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
@@ -44,10 +48,22 @@ def engine_name(request):
 
 
 @pytest.fixture(scope="module")
-def mesh(engine_name, tmp_path_factory):
+def dtype():
+    """Of the actor; a module may have another."""
+    return "float32"
+
+
+@pytest.fixture(scope="module")
+def tolerance(engine_name):
+    """Of log-probabilities in float32, against the trainer's on a CPU. vLLM's attention for it on a GPU multiplies in TF32."""
+    return {"torch-cuda": 1e-3, "vllm-cuda": 2e-2}.get(engine_name, 1e-4)
+
+
+@pytest.fixture(scope="module")
+def mesh(engine_name, dtype, tmp_path_factory):
     topology, replica = REPLICAS.get(engine_name, (Topology(), 0))
     folders = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("mesh", numbered=True)
-    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica) as made:
+    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica, dtype=dtype) as made:
         yield made
 
 

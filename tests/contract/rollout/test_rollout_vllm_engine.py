@@ -94,11 +94,10 @@ def test_videos_of_any_rate_hash_as_ours_do(mesh, bound, fps):
 
 def test_more_prompt_tokens_than_a_step_computes(mesh, bound):
     """vLLM would compute a prompt in parts and set its generator back, which a CPU's cannot do."""
-    from rollplex.rollout.vllm_engine import CPU_STEP_TOKENS
-
+    step_tokens = bound.engine._tokens._step_tokens
     text = " ".join(f"Which shape moves {index}?" for index in range(120))
     groups = [mesh.prompts.group("video", index, text=f"{index} {text}", samples=1) for index in range(12)]
-    assert sum(len(group.token_ids) for group in groups) > CPU_STEP_TOKENS
+    assert sum(len(group.token_ids) for group in groups) > step_tokens
     first = tokens_of(generate(mesh, bound, groups))
     assert len(first) == 12
     assert tokens_of(generate(mesh, bound, groups[:1])) == {key: first[key] for key in [(0, 0)]}

@@ -33,3 +33,21 @@ def test_modules_are_built_without_their_memory():
         module.register_parameter("weight", nn.Parameter(torch.empty(1000, 1000)))
     assert module.weight.shape == (1000, 1000)
     assert module.weight.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_this_vllm_has_every_option_that_is_asked_for(on_gpu, tmp_path):
+    from vllm import EngineArgs
+
+    from rollplex.core.config import MeshSection, ModelSection
+    from rollplex.rollout.config import RolloutConfig, RolloutSection
+    from rollplex.rollout.vllm_options import engine_options
+
+    config = RolloutConfig(model=ModelSection(checkpoint=tmp_path, dtype="bfloat16"), mesh=MeshSection(runtime_dir=tmp_path),
+                           rollout=RolloutSection(engine="vllm", max_rows=100))
+    arguments = EngineArgs(**engine_options(config, 4096, on_gpu=on_gpu))
+    assert arguments.enforce_eager is not on_gpu
+    if on_gpu:
+        compilation = arguments.compilation_config
+        assert (int(compilation.mode), compilation.cudagraph_mode.name) == (0, "FULL_DECODE_ONLY")
+        assert compilation.cudagraph_capture_sizes[-1] == 100
