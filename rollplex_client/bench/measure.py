@@ -30,6 +30,7 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
         "phase_s": {name.removeprefix(TIMING_PREFIX): _median(records, name) for name in names},
         "throughput": throughput(works, step_s, job.samples),
         "mfu": mfu(job, works, step_s, hardware, gpus),
+        "rollout": rollout_distance(job, works, [record.metrics["timing_s/gen"] for record in records], hardware),
         "decode": decode_distance(job, works, [_decode_s(record) for record in records], hardware),
         "prefix": {role: prefix_distance(job, works, [record.metrics.get(f"timing_s/prefix_{role}") for record in records],
                                          hardware) for role in ("trainer", "reference")},
@@ -90,6 +91,20 @@ def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], decode_s: Se
             bound_s = None if bandwidth is None else statistics.median(bytes_read) / bandwidth
             result[f"{name}_bound_s_{source}"] = bound_s
             result[f"{name}_distance_{source}"] = None if not bound_s else result["measured_s"] / bound_s
+    return result
+
+
+def rollout_distance(job: Job, works: Sequence[Sequence[GroupWork]], rollout_s: Sequence[float], hardware: Mapping[str, Any]
+                     ) -> dict[str, float | None]:
+    """Whole rollout over the FLOPs of its prompts, computed once a group, and then the bytes of its decoding, every sample
+    reading its own context. Unlike `decode_distance` it does not depend on where an engine draws the line between the two."""
+    result: dict[str, float | None] = {"measured_s": statistics.median(rollout_s)}
+    for source in ("stated", "measured"):
+        flops, bandwidth = hardware[f"{source}_flops"], hardware[f"{source}_bandwidth"]
+        result[f"distance_{source}"] = None if not flops or not bandwidth else statistics.median(
+            seconds / (sum(job.model.prefix(group.prompt) + job.model.head for group in work) / flops
+                       + job.model.decode_bytes(work, job.item_bytes, shared=False) / bandwidth)
+            for work, seconds in zip(works, rollout_s, strict=True))
     return result
 
 

@@ -16,7 +16,7 @@ from rollplex_client.bench.page import arm_lanes, render
 from rollplex_client.bench.run_arm import ArmRun, check_same_job
 from rollplex_client.bench.tables import summary_lines
 from rollplex_client.bench.trl import trl_result
-from rollplex_client.results import LedgerEntry
+from rollplex_client.results import LedgerEntry, PhaseSpan
 
 HARDWARE = {"gpu": "NVIDIA H200", "stated_flops": 989.5e12, "measured_flops": 700e12, "stated_bandwidth": 4.8e12,
             "measured_bandwidth": 4.3e12}
@@ -27,6 +27,9 @@ def arm_run(job, schedule: str, policy: str) -> ArmRun:
     for record in history.iterations:
         record.result.metrics.update({"rollplex/rollout/decode_s": 0.8, "rollplex/rollout/prefill_s": 0.2,
                                       "rollplex/prompts_hash": 7.0})
+    barrier = PhaseSpan("update", "bind", True, 2.7, 0.05)
+    history = dataclasses.replace(history, iterations=tuple(
+        dataclasses.replace(record, spans=(*record.spans, barrier)) for record in history.iterations))
     return ArmRun(Arm(schedule, policy), history, [job.lengths(iteration) for iteration in range(job.iterations)], 12.0,
                   [2.9, 3.1], MemoryWatch(1 << 30, 60 << 30), {"mesh": {"sharing": policy}})
 
@@ -57,6 +60,14 @@ def test_distances_are_measured_over_the_least_time(job, runs):
     prefix = 4 * job.model.prefix(job.prompt_size)
     assert found["prefix"]["trainer"]["distance_stated"] == pytest.approx(989.5e12 / (prefix / 0.35))
     assert found["prefix"]["reference"]["flops_per_s"] == pytest.approx(prefix / 0.3)
+
+
+def test_a_rollout_is_bounded_by_its_prompts_and_its_decoding(job, runs):
+    found = arm_result(job, runs[0], HARDWARE)["rollout"]
+    prompts = 4 * (job.model.prefix(job.prompt_size) + job.model.head) / 700e12
+    bounds = [prompts + job.model.decode_bytes(job.work(iteration), 2, shared=False) / 4.3e12 for iteration in (1, 2)]
+    assert found["measured_s"] == 1.0
+    assert found["distance_measured"] == pytest.approx(sum(1 / bound for bound in bounds) / 2)
 
 
 def test_unknown_peaks_give_no_distance(job, runs):
@@ -147,7 +158,8 @@ def test_the_page_is_whole_and_well_formed(result):
 
 def test_the_timeline_splits_rollout_and_has_every_role(result):
     lanes = {lane.label: lane.bars for lane in arm_lanes(result["arms"][1])}
-    assert set(lanes) == {"rollout", "reference", "trainer"}
+    assert set(lanes) == {"rollout", "reference", "trainer", "mesh"}
+    assert [(bar.label, bar.start_s) for bar in lanes["mesh"]] == [("bind", 2.7)]
     assert [(bar.label, bar.start_s, round(bar.duration_s, 6)) for bar in lanes["rollout"]] == [
         ("prefill", 0.0, 0.2), ("decode", 0.2, 0.9)]
     assert [bar.label for bar in lanes["trainer"]] == ["prefix", "suffix and backward", "update"]
