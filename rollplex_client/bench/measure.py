@@ -20,16 +20,15 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
     """Everything of one arm, as JSON."""
     records = run.history.iterations[FIRST_MEASURED:]
     works = [job.work(record.result.iteration) for record in records]
-    gpus = 2 if run.arm.schedule == "disaggregated" else 1
     step_s = [record.metrics["timing_s/step"] for record in records]
     names = sorted({name for record in records for name in record.metrics if name.startswith(TIMING_PREFIX)})
     return {
-        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": gpus, "start_s": run.start_s,
+        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": run.arm.gpus, "start_s": run.start_s,
         "first_step_s": run.history.iterations[0].metrics["timing_s/step"], "steps_s": step_s,
         "step_s": statistics.median(step_s), "walls_s": run.wall_s, "wall_s": statistics.median(run.wall_s),
         "phase_s": {name.removeprefix(TIMING_PREFIX): _median(records, name) for name in names},
         "throughput": throughput(works, step_s, job.samples),
-        "mfu": mfu(job, works, step_s, hardware, gpus),
+        "mfu": mfu(job, works, step_s, hardware, run.arm.gpus),
         "rollout": rollout_distance(job, works, [record.metrics["timing_s/gen"] for record in records], hardware),
         "decode": decode_distance(job, works, [_decode_s(record) for record in records], hardware),
         "prefix": {role: prefix_distance(job, works, [record.metrics.get(f"timing_s/prefix_{role}") for record in records],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,7 @@ from canned_run import canned_history
 
 from rollplex.core.errors import DataLoss
 from rollplex_client.bench.arms import Arm
-from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory
+from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory, watched
 from rollplex_client.bench.measure import arm_result, equation_rows, ledger_peaks
 from rollplex_client.bench.page import arm_lanes, render
 from rollplex_client.bench.run_arm import ArmRun, check_same_job
@@ -103,6 +104,21 @@ def test_ledger_peaks_by_class_and_their_largest_phase():
               LedgerEntry("media", "coordinator", "host", "overlap", 3, 1)]
     assert ledger_peaks(peaks) == {"cuda:0": {"actor_snapshot": 8, "rollout_kv": 5, "gradients": 7, "all": 15},
                                    "host": {"media": 3, "all": 3}}
+
+
+def test_a_peak_is_seen_and_what_was_there_before():
+    sizes, seen = iter([5, 6, 9, 7]), threading.Event()
+
+    def used() -> int:
+        try:
+            return next(sizes)
+        except StopIteration:
+            seen.set()
+            return 2
+
+    with watched(used) as watch:
+        assert seen.wait(30)
+    assert (watch.before_bytes, watch.peak_bytes) == (5, 9)
 
 
 def test_no_gpu_no_memory_figure():
