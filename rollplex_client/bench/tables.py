@@ -49,7 +49,9 @@ def bound_rows(result: dict[str, Any]) -> Iterator[Row]:
         yield f"rollout over its prompts' FLOPs and decode's bytes, {source}", [
             _number(arm["rollout"][f"distance_{source}"], 2) for arm in arms]
     yield "decode as the engine measured it, seconds", [_number(arm["decode"]["measured_s"], 3) for arm in arms]
-    yield "  a token step, milliseconds", [_number(1e3 * arm["decode"]["token_step_s"], 2) for arm in arms]
+    yield "  steps", [_number(arm["decode"]["token_steps"], 0) for arm in arms]
+    yield "  samples in one", [_number(arm["decode"]["batch"], 1) for arm in arms]
+    yield "  a step, milliseconds", [_number(1e3 * arm["decode"]["token_step_s"], 2) for arm in arms]
     for source in ("measured", "stated"):
         for kind, text in (("per_sample", "KV of every sample"), ("shared", "a prompt's KV once a group")):
             yield f"  over its bound: {text}, {source} bandwidth", [

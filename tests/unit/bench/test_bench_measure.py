@@ -27,6 +27,7 @@ def arm_run(job, schedule: str, policy: str) -> ArmRun:
     history = canned_history(schedule, job.iterations)
     for record in history.iterations:
         record.result.metrics.update({"rollplex/rollout/decode_s": 0.8, "rollplex/rollout/prefill_s": 0.2,
+                                      "rollplex/rollout/decode_steps": 500.0, "rollplex/rollout/decode_batch": 8.0,
                                       "rollplex/prompts_hash": 7.0})
     barrier = PhaseSpan("update", "bind", True, 2.7, 0.05)
     history = dataclasses.replace(history, iterations=tuple(
@@ -54,10 +55,16 @@ def test_an_arm_is_measured_without_its_first_iteration(job, runs):
 
 def test_distances_are_measured_over_the_least_time(job, runs):
     found = arm_result(job, runs[0], HARDWARE)
-    wanted = sum(job.model.decode_bytes(job.work(iteration), 2, shared=False) for iteration in (1, 2)) / 2
-    assert found["decode"]["per_sample_bytes"] == wanted
-    assert found["decode"]["per_sample_distance_measured"] == pytest.approx(0.8 / (wanted / 4.3e12))
+    weights, wanted = 500 * job.model.decode_weight_bytes(2), []
+    for iteration in (1, 2):
+        decoded = sum(length - 1 for row in job.lengths(iteration) for length in row)
+        # 500 steps of 8 samples: some tokens were decoded beside prompts.
+        assert decoded > 4000
+        wanted.append(weights + 4000 / decoded * job.model.kv_read_bytes(job.work(iteration), 2, shared=False))
+    assert found["decode"]["per_sample_bytes"] == pytest.approx(sum(wanted) / 2)
+    assert found["decode"]["per_sample_distance_measured"] == pytest.approx(sum(0.8 / (size / 4.3e12) for size in wanted) / 2)
     assert found["decode"]["shared_distance_measured"] > found["decode"]["per_sample_distance_measured"]
+    assert found["decode"]["token_step_s"] == pytest.approx(0.8 / 500)
     prefix = 4 * job.model.prefix(job.prompt_size)
     assert found["prefix"]["trainer"]["distance_stated"] == pytest.approx(989.5e12 / (prefix / 0.35))
     assert found["prefix"]["reference"]["flops_per_s"] == pytest.approx(prefix / 0.3)
