@@ -104,6 +104,7 @@ def _trl(result: dict[str, Any]) -> str:
     rows = [("steps, seconds", ", ".join(f"{step:.2f}" for step in trl["steps_s"])),
             ("of them generation", ", ".join(f"{step:.2f}" for step in trl["generate_s"])),
             ("prompt tokens", ", ".join(map(str, trl["prompt_tokens"]))), ("micro-batch", str(trl["micro_batch"])),
+            ("vLLM's further arguments", json.dumps(trl["vllm_options"])),
             *trl["settings"].items()]
     body = "".join(f'<tr><td>{escape(name)}</td><td style="white-space:normal;text-align:left">{escape(text)}</td></tr>'
                    for name, text in rows)

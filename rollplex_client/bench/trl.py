@@ -21,7 +21,8 @@ from rollplex_client.cli.mesh import last_lines
 LOG_LINES = 20
 
 
-def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, timeout_s: float) -> dict[str, Any]:
+def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, vllm_options: dict[str, Any], timeout_s: float
+            ) -> dict[str, Any]:
     """What trl_run measured, and the GPU's memory as the driver saw it. Raises InternalError with the log's last lines."""
     folder.mkdir(parents=True, exist_ok=True)
     order, answer, log = folder / "job.json", folder / "result.json", folder / "trl.log"
@@ -31,7 +32,8 @@ def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, timeout_s: fl
         "texts": job.workload["texts"], "samples": job.samples, "iterations": job.iterations,
         "lengths": [job.lengths(iteration) for iteration in range(job.iterations)], "max_response": job.max_response,
         "prompt_tokens": job.prompt_tokens, "kl_coef": job.kl_coef, "seed": job.seed, "learning_rate": job.learning_rate,
-        "reward": REWARD, "batch": batch, "vllm_share": vllm_share, "out": str(folder / "checkpoints"), "answer": str(answer)}))
+        "reward": REWARD, "batch": batch, "vllm_share": vllm_share, "vllm_options": vllm_options,
+        "out": str(folder / "checkpoints"), "answer": str(answer)}))
     # With several GPUs visible transformers' Trainer would want a launcher.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     with watch_memory(job.device) as memory, log.open("w") as file:
