@@ -11,8 +11,8 @@ from rollplex_client.cli.arguments import build_parser
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
-    # argparse would let the --set after the command replace those before it.
-    arguments.overrides = [*arguments.overrides, *getattr(arguments, "later_overrides", [])]
+    arguments.overrides = [override for place in ("overrides", "middle_overrides", "later_overrides")
+                           for override in getattr(arguments, place, [])]
     from rollplex_client.cli.output import Output, report_failures
 
     output = Output(json=arguments.json, debug=arguments.debug)

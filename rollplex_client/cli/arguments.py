@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rollplex_client.cli.bench_arguments import add_bench
+
 SCHEDULES = ("serial", "overlap", "disaggregated")
+ABLATIONS = ("no_state_offload", "rollout_resident", "unchunked_optimizer", "no_weight_sharing")
 DEMO_SCHEDULES = ("serial", "overlap")
 """The demo compares the two."""
 TRAIN_LAYOUTS = ("split", "megatron-fused")
@@ -13,9 +16,9 @@ CONTROLS = ("shuffle-rewards", "blank-videos")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    shared = _shared(argparse.SUPPRESS)
+    shared = _shared("later_overrides", argparse.SUPPRESS)
     parser = argparse.ArgumentParser(
-        prog="rollplex", parents=[_shared(None)],
+        prog="rollplex", parents=[_shared("overrides")],
         description="Post-train vision-language models with on-policy GRPO on one group of GPUs (or CPUs).")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -29,18 +32,23 @@ def build_parser() -> argparse.ArgumentParser:
     _add_training_commands(add)
     _add_run_commands(add)
     _add_planning_commands(add)
+    add_bench(add)
     config = add("config", "config_command:show", "Print the effective configuration.")
     what = config.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="only check it")
     what.add_argument("--defaults", action="store_true", help="print every section with its defaults")
     what.add_argument("--reference", action="store_true", help="print docs/config.md: every section and key")
-    reward = commands.add_parser("reward", help="Add, remove or list rewards, also while a run goes on.")
+    reward = commands.add_parser("reward", help="Add, remove or list rewards, also while a run goes on.",
+                                 parents=[_shared("middle_overrides", argparse.SUPPRESS)])
     _add_reward_commands(reward.add_subparsers(metavar="ACTION", required=True), add)
     return parser
 
 
-def _shared(default: object) -> argparse.ArgumentParser:
-    """Options that may stand before or after the command; after it, they must not reset what stood before."""
+def _shared(overrides: str, default: object = None) -> argparse.ArgumentParser:
+    """Options that may stand before or after the command (or its action); after it, they must not reset what stood before.
+
+    `overrides`: where what is --set there goes; argparse would let the last place replace the others.
+    """
     def or_suppressed(value: object) -> object:
         return argparse.SUPPRESS if default is argparse.SUPPRESS else value
 
@@ -49,7 +57,7 @@ def _shared(default: object) -> argparse.ArgumentParser:
     group.add_argument("--config", type=Path, metavar="FILE", default=or_suppressed(None),
                        help="TOML configuration (default: ./rollplex.toml if it exists)")
     group.add_argument("--set", action="append", metavar="A.B=C", default=or_suppressed([]),
-                       dest="overrides" if default is None else "later_overrides",
+                       dest=overrides,
                        help="override a key, as in run.optimizer.learning_rate=1e-6; may be repeated")
     group.add_argument("--runtime-dir", type=Path, metavar="DIR", default=or_suppressed(None),
                        help="sockets, logs and the journal (default: mesh.runtime_dir, else ./.rollplex)")
@@ -161,8 +169,13 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--moments", choices=("float32", "bfloat16"), default="float32",
                       help="of Adam; bfloat16 only ever by this option")
     for option, choices in (("--gradients", ("hbm", "pinned")), ("--reference", ("pinned", "resident", "re-read")),
-                            ("--activations", ("keep", "recompute", "offload", "from_inputs"))):
+                            ("--activations", ("keep", "recompute", "offload", "from_inputs")),
+                            ("--suffix-activations", ("keep", "recompute"))):
         plan.add_argument(option, choices=("auto", *choices), default="auto", help="where they are (default: planned)")
+    plan.add_argument("--ablate", choices=ABLATIONS, action="append", default=[], metavar="NAME",
+                      help=f"as if run.ablation.NAME were true: {', '.join(ABLATIONS)}; may be repeated")
+    plan.add_argument("--toml", action="store_true",
+                      help="print the configuration keys under which the engines hold what is planned")
 
 
 def _add_reward_commands(actions: argparse._SubParsersAction, add) -> None:

@@ -16,7 +16,8 @@ from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unav
 from rollplex.core.strict import read_toml
 from rollplex.rpc.channel import check_address, sync_channel
 from rollplex_client.cli.fit import check_fits
-from rollplex_client.cli.programs import EFFECTIVE_CONFIG, STOP_MARGIN_S, Program, log_path, programs, write_files
+from rollplex_client.cli.mps_control import find_control
+from rollplex_client.cli.programs import EFFECTIVE_CONFIG, MPS, STOP_MARGIN_S, Program, log_path, programs, write_files
 from rollplex_client.cli.settings import Settings, merged
 from rollplex_client.cli.supervision import Process, Supervisor, claimed, listener_pid, start
 
@@ -62,6 +63,15 @@ def check_ports(settings: Settings) -> None:
                                        service=program.name, address=address) from error
 
 
+def check_sharing(settings: Settings) -> None:
+    """Raises BadInput where the policy needs an MPS daemon that cannot be had here."""
+    mesh = settings.mesh
+    if mesh.policy is not None and mesh.policy.daemon:
+        find_control(mesh.sharing)
+        # The longest of the sockets that the daemon makes there.
+        check_address(f"unix:{mesh.mps_pipe_dir / 'control_privileged'}")
+
+
 class HealthProbe:
     """Health of the services of one mesh, over channels that stay open."""
 
@@ -69,7 +79,8 @@ class HealthProbe:
         self._programs = programs(settings)
         self._channels = {program.name: sync_channel(settings.mesh.address(program.name))
                           for program in self._programs if program.serves_grpc}
-        self._keeper_socket = settings.mesh.keeper_socket
+        self._sockets = {"keeper": settings.mesh.keeper_socket, MPS: settings.mesh.mps_socket}
+        """Of what serves no gRPC."""
 
     def ask(self) -> dict[str, str]:
         """Name -> SERVING, NOT_SERVING or UNREACHABLE. All are asked at once."""
@@ -80,8 +91,8 @@ class HealthProbe:
 
     def _answer(self, program: Program, call: grpc.Future | None) -> str:
         if call is None:
-            # A dead keeper leaves its socket's file.
-            return "SERVING" if listener_pid(self._keeper_socket) else "UNREACHABLE"
+            # A dead process leaves its socket's file.
+            return "SERVING" if listener_pid(self._sockets[program.name]) else "UNREACHABLE"
         try:
             return health_pb2.HealthCheckResponse.ServingStatus.Name(call.result().status)
         except grpc.RpcError:
@@ -100,6 +111,7 @@ def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None
     """
     settings.require_model()
     check_fits(settings.sections)
+    check_sharing(settings)
     runtime_dir = settings.mesh.runtime_dir
     prepare_runtime_dir(runtime_dir)
     supervisor = Supervisor(runtime_dir)

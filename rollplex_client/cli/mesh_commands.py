@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollplex.core.errors import RollplexError
-from rollplex_client.cli import mesh
+from rollplex_client.cli import mesh, programs
 from rollplex_client.cli.output import Output
 from rollplex_client.cli.settings import Settings, load
 from rollplex_client.cli.supervision import Supervisor
@@ -84,11 +84,22 @@ def status(arguments: argparse.Namespace, output: Output) -> int:
     rows = [{"name": item.name, "state": item.state, "pid": item.pid, "uptime_s": item.uptime_s,
              "health": health.get(item.name, "UNKNOWN"), "snapshot": snapshots.get(item.name, -1)}
             for item in processes]
-    data = {"services": rows, "phase": state.phase if state else None, "open_run": state.open_run if state else None,
+    sharing = _sharing(settings, health)
+    data = {"services": rows, "sharing": sharing, "phase": state.phase if state else None,
+            "open_run": state.open_run if state else None,
             "ledger": [dataclasses.asdict(row) for row in state.ledger] if state else [],
             "host_slab_bytes": state.host_slab_bytes if state else None, "coordinator_error": problem}
-    output.result(data, *_status_tables(rows, state, problem))
+    output.result(data, *_status_tables(rows, sharing, state, problem))
     return 0 if all(row["health"] == "SERVING" for row in rows) else 1
+
+
+def _sharing(settings: Settings, health: dict[str, str]) -> dict[str, Any] | None:
+    """The policy and its daemon's health; None on the host."""
+    mesh_section = settings.mesh
+    if mesh_section.policy is None:
+        return None
+    daemon = health.get(programs.MPS, "UNKNOWN") if mesh_section.policy.daemon else None
+    return {"policy": mesh_section.sharing, "prefix_sm_percent": mesh_section.prefix_sm_percent, "daemon": daemon}
 
 
 def _coordinator_view(settings: Settings) -> tuple[Mesh | None, str]:
@@ -99,7 +110,7 @@ def _coordinator_view(settings: Settings) -> tuple[Mesh | None, str]:
             return None, str(error)
 
 
-def _status_tables(rows: list[dict[str, Any]], state: Mesh | None, problem: str) -> list[Any]:
+def _status_tables(rows: list[dict[str, Any]], sharing: dict[str, Any] | None, state: Mesh | None, problem: str) -> list[Any]:
     from rich.table import Table
 
     table = Table("service", "state", "pid", "up", "health", "snapshot", box=None, pad_edge=False)
@@ -107,9 +118,12 @@ def _status_tables(rows: list[dict[str, Any]], state: Mesh | None, problem: str)
         colour = "green" if row["health"] == "SERVING" else "red"
         table.add_row(row["name"], row["state"].lower(), str(row["pid"] or "-"), seconds_text(row["uptime_s"]),
                       f"[{colour}]{row['health']}[/]", "-" if row["snapshot"] < 0 else str(row["snapshot"]))
+    shown: list[Any] = [table]
+    if sharing is not None:
+        shown.append(f"\nGPU sharing: {sharing['policy']}, MPS daemon {sharing['daemon'] or 'not used'}")
     if state is None:
-        return [table, f"\nthe coordinator does not answer: {problem}"]
-    shown: list[Any] = [table, f"\nphase {state.phase}, run {state.open_run or 'none'}"]
+        return [*shown, f"\nthe coordinator does not answer: {problem}"]
+    shown.append(f"\nphase {state.phase}, run {state.open_run or 'none'}")
     if state.ledger:
         shown.append(ledger_table(state.ledger))
         shown.append(f"host bytes in slabs: {size_text(state.host_slab_bytes)}")

@@ -63,6 +63,7 @@ def choice_text(plan: Plan) -> str:
     relaxed = "; a resident reference relaxes the residency contract in UPDATE" if (
         plan.given.reference and choice.reference == "resident") else ""
     return (f"planned: gradients {choice.gradients}{reference}, prefix activations {choice.activations}, "
+            f"suffix activations {choice.suffix_activations}, "
             f"moments {plan.given.moments_dtype}{kv}{relaxed}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.core.errors import BadInput
+from rollplex.core.sharing import environment
 from rollplex.core.strict import to_toml
 from rollplex_client.cli.settings import Settings
 
@@ -22,6 +23,8 @@ SPOOL = "spool"
 """Where media that are embedded in a data file are written, inside the runtime directory."""
 CUSTODY = ("keeper", "broker")
 """They stop last: engines give their slabs back when they end."""
+MPS = "mps"
+"""It stops with them: engines compute until they end."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 STOP_MARGIN_S = 5
@@ -49,6 +52,8 @@ def programs(settings: Settings) -> list[Program]:
     coordinator = settings.sections["coordinator"]
     wanted = [Program("keeper", "rollplex.broker.keeper", "broker", serves_grpc=False),
               Program("broker", "rollplex.broker", "broker")]
+    if settings.mesh.policy is not None and settings.mesh.policy.daemon:
+        wanted.append(Program(MPS, "rollplex_client.cli.mps_service", "mesh", serves_grpc=False))
     for role, option in RANK_OPTIONS.items():
         # Rank 0 is the default of every entry point.
         wanted += [Program(f"{role}-{rank}", f"rollplex.{role}", role, (option, str(rank)) if rank else ())
@@ -99,8 +104,10 @@ def supervisor_config(settings: Settings) -> str:
     ]
     names = [program.name for program in programs(settings)]
     # Supervisor stops one group after the other, the highest priority first, and the programs of a group together.
+    last = (*CUSTODY, MPS)
     sections += [(f"group:{group}", {"programs": ",".join(members), "priority": priority}) for group, priority, members in
-                 (("custody", 1, CUSTODY), ("work", 2, [name for name in names if name not in CUSTODY]))]
+                 (("custody", 1, [name for name in names if name in last]),
+                  ("work", 2, [name for name in names if name not in last]))]
     sections += [(f"program:{program.name}", _program_options(settings, program, order))
                  for order, program in enumerate(programs(settings))]
     return "\n".join(f"[{name}]\n" + "".join(f"{key}={_escape(value)}\n" for key, value in options.items())
@@ -120,10 +127,15 @@ def _program_options(settings: Settings, program: Program, order: int) -> dict[s
 
 
 def _environment(settings: Settings, program: Program) -> str:
-    """A section's `threads` bound the numeric libraries too, unless the user's own environment says otherwise."""
+    """A section's `threads` bound the numeric libraries too, unless the user's own environment says otherwise; the policy of
+    sharing has the last word on its own."""
     threads = getattr(settings.sections[program.section], "threads", 1)
     variables = {name: os.environ.get(name, str(threads)) for name in THREAD_VARIABLES}
     variables |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    mesh = settings.mesh
+    if mesh.policy is not None:
+        variables |= environment(mesh.policy, program.section, pipe_directory=mesh.mps_pipe_dir,
+                                 prefix_sm_percent=mesh.prefix_sm_percent)
     return ",".join(f'{name}="{value}"' for name, value in variables.items())
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, InternalError, NotFound, Unavailable
+from rollplex.core.sharing import without_mps_variables
 from rollplex_client.cli.programs import SUPERVISOR_LOG, SUPERVISOR_PID, SUPERVISOR_SOCKET
 
 FIRST_TO_STOP = "coordinator"
@@ -160,7 +161,7 @@ def listener_pid(path: Path) -> int | None:
 def start(runtime_dir: Path, config: Path) -> None:
     """Starts supervisord, which detaches itself. Raises InternalError with its own words when it does not."""
     done = subprocess.run([sys.executable, "-m", "supervisor.supervisord", "-c", str(config)], cwd=runtime_dir,
-                          capture_output=True, text=True, check=False)
+                          capture_output=True, text=True, check=False, env=without_mps_variables(dict(os.environ)))
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise InternalError(f"supervisord did not start: {said[-1] if said else f'exit {done.returncode}'}; see "

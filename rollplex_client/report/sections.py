@@ -25,6 +25,9 @@ TIME_LABELS = {
     "prefix_reference": "prefix (reference)", "prefix_trainer": "prefix (trainer)", "reward": "waiting for rewards",
     "ref": "score (reference)", "adv": "advantages", "old_log_prob": "old log-probabilities (trainer)",
     "update_actor": "suffix and backward (trainer)", "update_weights": "update (trainer)",
+    "ready": "barrier: engines ready", "release_kv": "barrier: rollout's KV given back",
+    "leave_snapshot": "barrier: readers leave", "grad_norm": "gradient norm (in update)",
+    "write_weights": "chunks and publish (in update)", "bind": "binds (in update)",
 }
 
 

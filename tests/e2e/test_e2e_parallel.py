@@ -122,3 +122,31 @@ def test_disaggregated_is_bit_identical_and_copies_the_snapshot(another_mesh, re
         own.start("rollout-0")
         iterate(client, run, prompts[:1])
     assert all(found[name].tobytes() == end[name].tobytes() for name in end)
+
+
+def test_schedules_are_bit_identical_at_two_ranks(another_mesh, recorded, prompts, image, tmp_path):
+    """TP_train 2, TP_rollout 2, live: serial, overlap, and disaggregated, where each shard is copied to a device of its own."""
+    _, _, start, end = recorded
+    sizes = {"train_tensor_parallel": 2, "rollout_tensor_parallel": 2}
+    found = {}
+    with another_mesh(sizes=sizes) as shared, shared.client as client:
+        for schedule in ("serial", "overlap"):
+            run = new_run(client, schedule=schedule, deterministic=True)
+            iterate(client, run, mixed(prompts, image), ITERATIONS)
+            found[schedule] = weights_of(client, run, tmp_path / schedule)
+    with another_mesh(sizes={**sizes, "own_replicas": 1}) as own, own.client as client:
+        run = new_run(client, schedule="disaggregated", deterministic=True)
+        last = iterate(client, run, mixed(prompts, image), ITERATIONS)
+        found["disaggregated"] = weights_of(client, run, tmp_path / "disaggregated")
+        rows = [row for row in client.mesh().ledger if row.object_class == "actor_snapshot"]
+        assert sorted((row.device, row.role, row.slab_count) for row in rows) == [
+            ("host:0", "trainer", 1), ("host:1", "trainer", 1), ("host:2", "rollout", 1), ("host:3", "rollout", 1)]
+        assert last.metrics["rollplex/copy/bytes"] == 2 * rows[0].size_bytes
+        own.kill("rollout-0")
+        own.start("rollout-0")
+        iterate(client, run, prompts[:1])
+    for schedule in ("overlap", "disaggregated"):
+        assert all(found[schedule][name].tobytes() == found["serial"][name].tobytes() for name in end), schedule
+    error = distance(found["serial"], end, start)
+    print(f"TP 2 live, float32, against TP 1 live: ||dA - dB|| / ||dA|| = {error:.1e}")
+    assert error <= 1e-3

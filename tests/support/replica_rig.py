@@ -19,9 +19,9 @@ VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.06
 def replica_process(mesh: Any, topology: Topology, replica: int, *options: str
                     ) -> AbstractContextManager[tuple[EngineClient, subprocess.Popen]]:
     """`python -m rollplex.rollout --replica R`, the leader of the replica's ranks."""
-    settings = {"model.checkpoint": mesh.checkpoint, "rollout.max_rows": 12,
+    settings = {"model.checkpoint": mesh.checkpoint, "model.dtype": mesh.model.dtype, "rollout.max_rows": 12,
                 "mesh.rollout_tensor_parallel": topology.rollout_tp, "mesh.train_tensor_parallel": topology.train_tp,
-                "mesh.devices": topology.device_kind}
+                "mesh.devices": topology.device_kind, "mesh.sharing": "time-slice"}
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     # Three processes import vLLM at TP 2: half a minute on two idle cores, minutes on busy ones.
     ready_s = 300 if "rollout.engine=vllm" in options else 90

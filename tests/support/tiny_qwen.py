@@ -229,11 +229,12 @@ def two_stage_loss(
     saved: str = "keep",
     offload=None,
     micro_batch_tokens: int = 1 << 20,
+    limit=None,
 ) -> float:
     """The same loss through prefix, packed suffix and the two-stage backward; gradients land in the parameters."""
     total = 0.0
     for group in groups:
-        boundary = prefix_forward(model, group.inputs, saved, offload)
+        boundary = prefix_forward(model, group.inputs, saved, offload, limit)
         packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
         for part in packed.micro_batches(micro_batch_tokens):
             hidden = suffix_forward(model, boundary, part, "keep" if saved == "keep" else "recompute")

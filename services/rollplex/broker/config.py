@@ -24,12 +24,17 @@ class BrokerSection:
     keeper_timeout_s: float = 10.0
     """How long the keeper may take to appear, and to answer."""
 
+    unexplained_slack_gib: float = 4.0
+    """By how much a GPU's memory that no object class explains (contexts, CUDA graphs, allocator caches) may grow in a phase over
+    what it was when that phase of the run's first iteration ended."""
+
     def __post_init__(self) -> None:
         for name in ("ticket_lifetime_s", "fence_timeout_s", "keeper_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not self.reconnect_grace_s >= 0:
-            raise ValueError(f"reconnect_grace_s is {self.reconnect_grace_s}; it must be at least 0")
+        for name in ("reconnect_grace_s", "unexplained_slack_gib"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.host_limit_bytes is not None and self.host_limit_bytes < 0:
             raise ValueError(f"host_limit_bytes is {self.host_limit_bytes}; it must be at least 0")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rollplex.broker import records
 from rollplex.broker.actors import ActorTable
 from rollplex.broker.fencing import Fence
 from rollplex.broker.grants import Grants
+from rollplex.broker.hbm import HbmBudget
 from rollplex.broker.ledger import LedgerBook
 from rollplex.broker.records import Record, Vault
 from rollplex.broker.sessions import Connection, Session, SessionTable, check_names, forget_pidfd
@@ -18,7 +19,7 @@ from rollplex.broker.tickets import Purpose, TicketBook
 from rollplex.core.errors import BadInput, NotFound, OutOfMemory, WrongState
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable
 from rollplex.core.phases import Phase
-from rollplex.core.residency import Residency
+from rollplex.core.residency import PlannedBytes, Residency
 from rollplex.core.topology import is_host
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import Ledger, Slab, SnapshotInfo
@@ -27,10 +28,11 @@ from rollplex.memory.slab import Ledger, Slab, SnapshotInfo
 class Custody:
     """The broker's work. `vault` is the keeper, or records.NoVault; `host_limit_bytes` 0 is no limit."""
 
-    def __init__(self, vault: Vault, *, host_limit_bytes: int, ticket_lifetime_s: float = 30.0,
+    def __init__(self, vault: Vault, *, host_limit_bytes: int, budget: HbmBudget | None = None, ticket_lifetime_s: float = 30.0,
                  fence_timeout_s: float = 5.0, reconnect_grace_s: float = 10.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.host_limit_bytes = host_limit_bytes
+        self.budget = budget or HbmBudget()
         self.slabs = SlabStore()
         self.leases = LeaseTable()
         self.actors = ActorTable()
@@ -101,6 +103,8 @@ class Custody:
                 f"{slab.size_bytes:,} bytes for slab {slab.name} do not fit: {taken:,} of {self.host_limit_bytes:,} host "
                 f"bytes are taken\n{self.ledger.table()}", reason="OUT_OF_HOST_MEMORY", size_bytes=slab.size_bytes,
                 taken_bytes=taken, limit_bytes=self.host_limit_bytes)
+        self.budget.check_slab(slab, self.slabs.device_bytes[slab.device], self.ledger.reported_hbm_bytes(slab.device),
+                               self.ledger.table())
         self.slabs.announce(slab)
         return self.tickets.issue(Purpose.DEPOSIT, slab.name, session.name, self._clock())
 
@@ -175,8 +179,18 @@ class Custody:
         state = actor.snapshot
         return SnapshotInfo(state.state.value, state.number, 0 if state.readable else state.update_epoch, actor.slabs)
 
-    def enter_phase(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
-        violations = self.ledger.enter(run, iteration, phase)
+    def enter_phase(self, run: str, iteration: int, phase: Phase, planned: Sequence[PlannedBytes] = (),
+                    relaxed: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Ends a phase and begins another; the violations of the one that ended. Raises OutOfMemory, and changes nothing, when
+        a device has no room for what the phase that begins is planned to need."""
+        if not self.ledger.is_at(run, iteration, phase):
+            held = self.ledger.hbm_bytes()
+            self.budget.check_phase(phase, held, planned)
+            unexplained = self.budget.unexplained(held)
+            self.ledger.note_unexplained(unexplained)
+            growth = self.budget.check_growth(run or self.ledger.run, self.ledger.phase, unexplained)
+            self.ledger.enter(run, iteration, phase, relaxed, growth)
+        violations = self.ledger.violations
         self._vault.note(*records.phase(self.ledger))
         return violations
 

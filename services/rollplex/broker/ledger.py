@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollplex.core.phases import Phase
-from rollplex.core.residency import CONTRACT, Holding, Residency, check
-from rollplex.core.topology import is_host
+from rollplex.core.residency import CONTRACT, RUNTIME, Holding, Residency, check
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import LedgerRow, Slab
 
-Key = tuple[str, str, str]
-"""Object class, role, device."""
+Key = tuple[str, str, str, str]
+"""Object class, role, device, residency."""
 
 
 def slab_residency(object_class: str, device: str) -> Residency:
-    """A device slab is hot. A host slab is parked, unless its class never is: then the host is what computes on it."""
-    return Residency.PINNED if is_host(device) and CONTRACT[object_class].parked else Residency.HBM
+    """A device's slab is hot, a host device's too. A slab in plain host memory is parked, unless its class never is: then the
+    host is what computes on it."""
+    return Residency.PINNED if device == "host" and CONTRACT[object_class].parked else Residency.HBM
 
 
 @dataclass(slots=True)
@@ -48,7 +48,9 @@ class LedgerBook:
     """Last report of each session."""
     peaks: dict[tuple[Phase, Key], int] = field(default_factory=dict)
     violations: tuple[str, ...] = ()
-    """Of the phase that ended last."""
+    """Of the phase that ended last, and of reports in the one that began then."""
+    relaxed: tuple[str, ...] = ()
+    """Classes that this run keeps in HBM in every phase."""
 
     def add(self, slab: Slab) -> None:
         key = _key(slab)
@@ -70,14 +72,25 @@ class LedgerBook:
     def forget(self, session: str) -> None:
         self.reports.pop(session, None)
 
-    def enter(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
-        """Begins a phase; what is still held of the last one is checked against the contract of that one.
+    def is_at(self, run: str, iteration: int, phase: Phase) -> bool:
+        """Whether exactly this phase was entered last."""
+        return (run, iteration, phase) == (self.run, self.iteration, self.phase)
+
+    def enter(self, run: str, iteration: int, phase: Phase, relaxed: tuple[str, ...] = (), found: Sequence[str] = ()
+              ) -> tuple[str, ...]:
+        """Begins a phase. All that is held is checked against the contract of the one that ends, and what engines said last
+        that they hold against that of the one that begins: they were told to let go before. `found` goes with what that shows.
 
         The same phase again (a retried call) gives the same answer.
         """
-        if (run, iteration, phase) == (self.run, self.iteration, self.phase):
+        if self.is_at(run, iteration, phase):
             return self.violations
-        self.violations = tuple(check(self.phase, self._holdings()))
+        # What a run kept from its beginning may also be there when it ends, or when the next one begins.
+        allowed = {*self.relaxed, *relaxed}
+        self.violations = (*check(self.phase, self._holdings(), allowed),
+                           *check(phase, self._reported_holdings(), allowed), *found)
+        if run:
+            self.relaxed = relaxed
         if run and run != self.run:
             self.peaks.clear()
         self.run, self.iteration, self.phase = run or self.run, iteration, phase
@@ -91,12 +104,12 @@ class LedgerBook:
         for key, account in self.accounts.items():
             size, count = account.by_run.get(run, (0, 0)) if run else (account.size_bytes, account.slab_count)
             if count:
-                rows.append(LedgerRow(*key, "unspecified", size, count))
+                rows.append(_row(key, "unspecified", size, count))
         if run in ("", self.run):
             reported: dict[Key, int] = {}
             for entry in self._reported():
                 reported[_key(entry)] = reported.get(_key(entry), 0) + entry.size_bytes
-            rows += [LedgerRow(*key, "unspecified", size) for key, size in reported.items() if size]
+            rows += [_row(key, "unspecified", size) for key, size in reported.items() if size]
         return tuple(sorted(rows, key=lambda row: (row.object_class, row.role, row.device, row.slab_count)))
 
     def peak_rows(self, run: str = "") -> tuple[LedgerRow, ...]:
@@ -105,13 +118,33 @@ class LedgerBook:
             return ()
         order = list(Phase)
         peaks = sorted(self.peaks.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-        return tuple(LedgerRow(*key, phase.value, size) for (phase, key), size in peaks if size)
+        return tuple(_row(key, phase.value, size) for (phase, key), size in peaks if size)
+
+    def hbm_bytes(self) -> dict[str, dict[str, int]]:
+        """Device -> object class -> bytes in its memory now, slabs and reports. Plain host memory is no device's."""
+        held: dict[str, dict[str, int]] = {}
+        for holding in self._holdings():
+            if holding.residency is Residency.HBM and holding.device != "host" and holding.size_bytes:
+                of_device = held.setdefault(holding.device, {})
+                of_device[holding.object_class] = of_device.get(holding.object_class, 0) + holding.size_bytes
+        return held
+
+    def reported_hbm_bytes(self, device: str) -> int:
+        """What engines hold of a device beside slabs."""
+        return sum(entry.size_bytes for entry in self._reported()
+                   if entry.device == device and entry.residency == Residency.HBM)
+
+    def note_unexplained(self, size_by_device: Mapping[str, int]) -> None:
+        """What the driver counts beyond the ledger as the phase ends: a peak of its own, of no role."""
+        for device, size in size_by_device.items():
+            key = (self.phase, (RUNTIME, "", device, Residency.HBM.value))
+            self.peaks[key] = max(self.peaks.get(key, 0), size)
 
     def table(self) -> str:
         """The current rows as text, a line each."""
-        lines = [f"{'object class':<20} {'role':<12} {'device':<8} {'bytes':>16} {'slabs':>6}"]
+        lines = [f"{'object class':<20} {'role':<12} {'device':<8} {'in':<7} {'bytes':>16} {'slabs':>6}"]
         for row in self.rows():
-            lines.append(f"{row.object_class:<20} {row.role:<12} {row.device:<8} {row.size_bytes:>16,} "
+            lines.append(f"{row.object_class:<20} {row.role:<12} {row.device:<8} {row.residency:<7} {row.size_bytes:>16,} "
                          f"{row.slab_count or '-':>6}")
         return "\n".join(lines)
 
@@ -126,11 +159,20 @@ class LedgerBook:
         self.peaks[self.phase, key] = max(self.peaks.get((self.phase, key), 0), size)
 
     def _holdings(self) -> Iterable[Holding]:
-        for (object_class, role, device), account in self.accounts.items():
-            yield Holding(object_class, role, device, slab_residency(object_class, device), account.size_bytes)
+        for (object_class, role, device, residency), account in self.accounts.items():
+            yield Holding(object_class, role, device, Residency(residency), account.size_bytes)
+        yield from self._reported_holdings()
+
+    def _reported_holdings(self) -> Iterator[Holding]:
         for entry in self._reported():
             yield Holding(entry.object_class, entry.role, entry.device, Residency(entry.residency), entry.size_bytes)
 
 
 def _key(held: Slab | ResidencyEntry) -> Key:
-    return held.object_class, held.role, held.device
+    where = slab_residency(held.object_class, held.device) if isinstance(held, Slab) else Residency(held.residency)
+    return held.object_class, held.role, held.device, where.value
+
+
+def _row(key: Key, phase: str, size_bytes: int, slab_count: int = 0) -> LedgerRow:
+    *named, residency = key
+    return LedgerRow(*named, phase, size_bytes, slab_count, residency)

@@ -84,6 +84,7 @@ def actor(value: Actor) -> Record:
 
 def phase(ledger: LedgerBook) -> Record:
     return "phase", {"run": ledger.run, "iteration": ledger.iteration, "phase": ledger.phase,
+                     "relaxed": list(ledger.relaxed),
                      "violations": [text[:1024] for text in ledger.violations[:32]]}, None
 
 
@@ -161,3 +162,4 @@ class Restored:
     def _take_phase(self, metadata: dict[str, Any], fd: None) -> None:
         self._ledger.run, self._ledger.iteration = metadata["run"], metadata["iteration"]
         self._ledger.phase, self._ledger.violations = Phase(metadata["phase"]), tuple(metadata["violations"])
+        self._ledger.relaxed = tuple(metadata["relaxed"])

@@ -9,7 +9,9 @@ from grpc import aio
 from rollplex.broker.config import BrokerConfig
 from rollplex.broker.engine import Custody
 from rollplex.broker.handle_server import HandleServer
+from rollplex.broker.hbm import HbmBudget, NoMeter
 from rollplex.broker.keeper_link import KeeperLink
+from rollplex.broker.nvml import device_meter
 from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
 from rollplex.core.host_memory import default_host_limit_bytes
@@ -33,7 +35,9 @@ class Broker:
         section = config.broker
         self._link = KeeperLink(config.mesh.keeper_socket, timeout_s=section.keeper_timeout_s) if section.keeper else None
         limit = default_host_limit_bytes() if section.host_limit_bytes is None else section.host_limit_bytes
-        self.custody = Custody(self._link or NoVault(), host_limit_bytes=limit,
+        budget = HbmBudget(config.mesh.hbm_budget_bytes, round(section.unexplained_slack_gib * (1 << 30)),
+                           device_meter() if config.mesh.devices == "cuda" else NoMeter())
+        self.custody = Custody(self._link or NoVault(), host_limit_bytes=limit, budget=budget,
                                ticket_lifetime_s=section.ticket_lifetime_s, fence_timeout_s=section.fence_timeout_s,
                                reconnect_grace_s=section.reconnect_grace_s)
         self._handles = HandleServer(config.mesh.handle_socket, self.custody)

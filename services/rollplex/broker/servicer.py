@@ -10,6 +10,7 @@ from rollplex.broker.grants import Grants
 from rollplex.core.errors import BadInput
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
+from rollplex.core.residency import PlannedBytes
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.slab import LedgerRow, Slab
 from rollplex.rpc.convert import from_proto, to_proto
@@ -76,7 +77,9 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
         phase = PHASES.get(request.phase)
         if phase is None:
             raise BadInput("EnterPhase needs a phase", reason="PHASE_REQUIRED")
-        return pb.EnterPhaseResponse(violations=self._custody.enter_phase(request.run, request.iteration, phase))
+        planned = [from_proto(PlannedBytes, item) for item in request.planned]
+        return pb.EnterPhaseResponse(violations=self._custody.enter_phase(
+            request.run, request.iteration, phase, planned, tuple(request.relaxed)))
 
     async def ReportResidency(self, request: pb.ReportResidencyRequest,
                               context: aio.ServicerContext) -> pb.ReportResidencyResponse:

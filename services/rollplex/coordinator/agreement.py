@@ -10,8 +10,9 @@ from rollplex.core.topology import Topology
 from rollplex.core.work import BindResult, GradientResult, SuffixResult
 
 
-def check_one_actor(topology: Topology, bound: Mapping[str, BindResult]) -> None:
-    """`bound`: by service name. Trainer ranks and rollout replicas must have bound their own devices, one file a device.
+def check_one_actor(topology: Topology, bound: Mapping[str, BindResult], *, shared: bool = True) -> None:
+    """`bound`: by service name. Trainer ranks and rollout replicas must have bound their own devices, one file a device; where
+    they share none (ablation `no_weight_sharing`), one a device and role.
 
     The reference has weights of its own and is not looked at. Raises InternalError, naming services, devices and inodes.
     """
@@ -24,7 +25,8 @@ def check_one_actor(topology: Topology, bound: Mapping[str, BindResult]) -> None
             raise InternalError(f"{service} bound an actor on {', '.join(sorted(result.inodes)) or 'no device'}; it belongs on "
                                 f"{', '.join(devices)}", reason="ACTOR_MISPLACED", service=service)
         for device, inode in result.inodes.items():
-            holders.setdefault(device, {})[service] = inode
+            part = device if shared else f"{device} of {service.rpartition('-')[0]}"
+            holders.setdefault(part, {})[service] = inode
     for device, inodes in holders.items():
         if len(set(inodes.values())) != 1:
             raise InternalError(f"engines bound different actor slabs on {device}: inodes {inodes}", reason="ACTOR_SPLIT",

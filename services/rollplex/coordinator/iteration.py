@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -14,16 +15,17 @@ from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import agreed_metrics
 from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.journal import Journal
-from rollplex.coordinator.mesh import Mesh
+from rollplex.coordinator.mesh import NOTHING, Mesh
 from rollplex.coordinator.metrics import group_metrics, merge_suffix_metrics, sample_metrics, time_metrics
 from rollplex.coordinator.peers import EngineGroup, Place, together
+from rollplex.coordinator.planner import IterationNeeds
 from rollplex.coordinator.records import EventBody, IterationKey, Note, ProgressReport, Run, SampleRecord
 from rollplex.coordinator.rewards import RewardDesk, ScoreInput
 from rollplex.coordinator.timeline import Timeline
 from rollplex.coordinator.update import apply_update
 from rollplex.core.advantages import advantages, has_signal
 from rollplex.core.config import RunConfig
-from rollplex.core.errors import DataLoss, DeadlineExceeded
+from rollplex.core.errors import DataLoss, DeadlineExceeded, RollplexError
 from rollplex.core.phases import Phase, PhaseEvent, next_phase
 from rollplex.core.work import FinishedSample, GenerateResult, LossScale, ResponseGroup, ResponseSample, Sampling
 
@@ -47,6 +49,8 @@ class IterationWork:
     desk_of: Callable[[Callable], RewardDesk]
     recorded: Callable[[], Awaitable[list[SampleRecord]]] | None = None
     """Of a replay: the samples, scored, that are taken in place of rollout's."""
+    needs: IterationNeeds = NOTHING
+    """Of each phase, from when the mesh is ready."""
     phase: Phase = Phase.IDLE
     samples: dict[tuple[int, int], SampleRecord] = field(default_factory=dict)
     timeline: Timeline = None
@@ -80,7 +84,12 @@ class IterationWork:
     async def move(self, event: PhaseEvent) -> None:
         """Through a barrier: the table says where to, the broker checks what is held."""
         self.phase = next_phase(self.phase, event)
-        await self.mesh.enter_phase(self.run.name, self.key.iteration, self.phase)
+        await self.mesh.enter_phase(self.run.name, self.key.iteration, self.phase, self.needs)
+
+    def plan(self) -> None:
+        """After the mesh is ready."""
+        lengths = [len(prompt.group.token_ids) for prompt in self.prompts]
+        self.needs = self.mesh.needs(self.config, lengths, generates=self.recorded is None, trains=not self.key.validation)
 
     def by_group(self) -> dict[int, list[SampleRecord]]:
         groups: dict[int, list[SampleRecord]] = defaultdict(list)
@@ -91,12 +100,15 @@ class IterationWork:
 
 async def run_iteration(work: IterationWork) -> None:
     """k -> k+1. On an error before UPDATE begins nothing has changed; see update.py for after."""
-    await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
-    await work.move(PhaseEvent.BEGIN)
+    with work.timeline.span(Phase.IDLE, "ready"):
+        await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, work.with_reference)
+        work.plan()
+        await work.move(PhaseEvent.BEGIN)
     with work.timeline.span(Phase.OVERLAP, "overlap"):
         await _within_deadline(_overlap(work), work, "OVERLAP")
-    await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
-    await work.move(PhaseEvent.RESPONSES_FIXED)
+    with work.timeline.span(Phase.OVERLAP, "release"):
+        await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
+        await work.move(PhaseEvent.RESPONSES_FIXED)
     kept = await _within_deadline(_score(work), work, "SUFFIX")
     batches = _mini_batches(kept, work.config.optimizer.updates_per_iteration)
     work.batch_count = len(batches)
@@ -107,11 +119,16 @@ async def run_iteration(work: IterationWork) -> None:
         await work.mesh.quiesce(work.mesh.used_groups(work.with_reference), work.place(), leave_snapshot=False)
         await work.move(PhaseEvent.ENDED)
     _measure(work)
+    # The iteration is done whatever the broker answers.
+    with contextlib.suppress(RollplexError):
+        work.metrics.update({f"memory/unexplained_bytes/{phase}": float(size)
+                             for phase, size in (await work.mesh.unexplained(work.run.name)).items()})
 
 
 async def run_validation(work: IterationWork) -> None:
     """Greedy responses and their rewards under the current snapshot; nothing is trained."""
     await work.mesh.ensure_ready(work.run, work.config.phase_timeout_s, False)
+    work.plan()
     await work.move(PhaseEvent.BEGIN)
     desk = work.desk_of(_on_scored(work))
     try:
@@ -172,7 +189,8 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
     """Every finished sample is journalled and goes to its rewards at once, while others still decode."""
     sampling = work.config.sampling
     order = Sampling(sampling.temperature, sampling.max_response_tokens, greedy=work.key.validation,
-                     seed=work.config.seed, deterministic=work.config.deterministic)
+                     seed=work.config.seed, deterministic=work.config.deterministic,
+                     length_distribution="" if work.key.validation else sampling.length_distribution)
 
     async def on_samples(finished: Sequence[FinishedSample]) -> None:
         records = [SampleRecord(sample.group_index, sample.sample_index, sample.token_ids, sample.logprobs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,17 +12,20 @@ from typing import TypeVar
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import check_one_actor
 from rollplex.coordinator.peers import EngineGroup, Place, together
+from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
 from rollplex.coordinator.records import Run
-from rollplex.core.config import MeshSection
+from rollplex.core.config import MeshSection, RunConfig
 from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.ids import actor_slab
 from rollplex.core.phases import Phase
+from rollplex.core.residency import RUNTIME
 from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 from rollplex.v1.phase_service_pb2 import JoinResponse
 
 T = TypeVar("T")
+NOTHING = IterationNeeds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class Copied:
 class Mesh:
     """All peers of the coordinator but the rewards."""
 
-    def __init__(self, mesh: MeshSection, session: BrokerSession) -> None:
+    def __init__(self, mesh: MeshSection, session: BrokerSession, planner: Planner | None = None) -> None:
+        """Without a `planner` the broker is not told what phases need, and checks what is held alone."""
         def addresses(role: str) -> dict[str, str]:
             return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(mesh.ranks(role))}
 
@@ -48,7 +53,7 @@ class Mesh:
                                      reference_service_pb2_grpc.ReferenceServiceStub)
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
                          for name, address in addresses("rollout").items()]
-        self._session = session
+        self._session, self._planner = session, planner
         self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
 
     @property
@@ -67,9 +72,27 @@ class Mesh:
         """Runs a blocking broker call off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
 
-    async def enter_phase(self, run: str, iteration: int, phase: Phase) -> None:
-        """Declares a phase. Raises InternalError when the one that ended left bytes that the contract forbids."""
-        violations = await self.broker(lambda session: session.enter_phase(run, iteration, phase))
+    def needs(self, config: RunConfig, prompt_tokens: Sequence[int], *, generates: bool, trains: bool) -> IterationNeeds:
+        """Of an iteration; after every group it uses has joined."""
+        if self._planner is None or not prompt_tokens:
+            return IterationNeeds()
+        choices = engine_choices(state for group in self.groups for state in group.states)
+        return self._planner.needs(config, prompt_tokens, choices, generates=generates, trains=trains)
+
+    async def unexplained(self, run: str) -> dict[str, int]:
+        """Phase -> the most that a device has held beyond the ledger as that phase ended; empty without GPUs."""
+        ledger = await self.broker(lambda session: session.ledger(run))
+        found: dict[str, int] = {}
+        for row in ledger.peaks:
+            if row.object_class == RUNTIME:
+                found[row.phase] = max(found.get(row.phase, 0), row.size_bytes)
+        return found
+
+    async def enter_phase(self, run: str, iteration: int, phase: Phase, needs: IterationNeeds = NOTHING) -> None:
+        """Declares a phase and what it needs. Raises InternalError for bytes that the contract forbids in the one that ended,
+        or that an engine still has and may not have in this one; OutOfMemory when this one has no room."""
+        violations = await self.broker(lambda session: session.enter_phase(
+            run, iteration, phase, needs.planned(phase), needs.relaxed))
         self.phase = phase
         if violations:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
@@ -139,7 +162,8 @@ class Mesh:
                 state.bound_snapshot = run.snapshot
         by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
                    for rank, outcome in zip(group.ranks, outcomes)}
-        check_one_actor(self.topology, by_rank)
+        ablation = json.loads(run.config_json or "{}").get("ablation", {})
+        check_one_actor(self.topology, by_rank, shared=not ablation.get("no_weight_sharing"))
         rollouts = [outcome for group, outcomes in zip(groups, bound) if group in self.rollouts for outcome in outcomes]
         return Copied(sum(outcome.value.copied_bytes for outcome in rollouts), max(outcome.work_s for outcome in rollouts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections import defaultdict
@@ -33,9 +34,20 @@ def sample_metrics(prompts: Sequence[Prompt], samples: Sequence[SampleRecord]) -
     for name, values in sorted(_parts(samples).items()):
         metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
         metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
+    metrics["rollplex/prompts_hash"] = prompts_hash(prompts)
     prompt_tokens = sum(len(prompt.group.token_ids) * prompt.group.sample_count for prompt in prompts)
     metrics["perf/total_num_tokens"] = metrics["num_tokens"] = float(prompt_tokens + sum(lengths))
     return metrics
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> float:
+    """The first 48 bits of a hash over token ids, grids and media bytes: equal numbers, equal prompts in equal order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.group.prompt_hash.encode())
+        for item in prompt.group.media:
+            digest.update(item.sha256.encode())
+    return float(int.from_bytes(digest.digest()[:6], "big"))
 
 
 def group_metrics(groups: Sequence[Sequence[SampleRecord]]) -> dict[str, float]:
@@ -63,7 +75,9 @@ def time_metrics(timeline: Timeline, tokens: float) -> dict[str, float]:
     step_s = timeline.now_s()
     names = {"generate": "gen", "reward": "reward", "reference_prefix": "prefix_reference",
              "trainer_prefix": "prefix_trainer", "score": "ref", "advantage": "adv", "old_logprob": "old_log_prob",
-             "suffix": "update_actor", "update": "update_weights", "overlap": "overlap"}
+             "suffix": "update_actor", "update": "update_weights", "overlap": "overlap", "ready": "ready",
+             "release": "release_kv", "leave": "leave_snapshot", "gradient_norm": "grad_norm", "write": "write_weights",
+             "bind": "bind"}
     metrics = {f"timing_s/{name}": timeline.seconds(span) for span, name in names.items() if span in timeline.spans}
     metrics["timing_s/step"] = metrics["perf/time_per_step"] = metrics["step_time"] = step_s
     metrics["perf/throughput"] = tokens / step_s

@@ -12,11 +12,13 @@ from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.intake import Intake
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
+from rollplex.coordinator.planner import Planner
 from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.rewards import RewardBook
 from rollplex.coordinator.servicer import CoordinatorServicer
 from rollplex.core.config import MeshSection, ModelSection
+from rollplex.core.shapes import read_shapes
 from rollplex.data.decoder import MediaDecoder
 from rollplex.data.processor import PromptProcessor
 from rollplex.memory.client import BrokerSession
@@ -40,7 +42,8 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
         mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
     journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite")
     recordings = Recordings.open(journal, config.replay_journal)
-    peers = Mesh(mesh, session)
+    shapes = await loop.run_in_executor(None, read_shapes, model.checkpoint)
+    peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype))
     decoder = MediaDecoder(config.decode_workers)
     await decoder.start()
     processor = await loop.run_in_executor(

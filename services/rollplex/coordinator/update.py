@@ -31,20 +31,24 @@ async def apply_update(work: IterationWork, mini_batch: int) -> None:
     """Quiesce, norm, UPDATE_BEGIN, chunks, publish. A gradient that is not finite skips all but the first two."""
     mesh, run = work.mesh, work.run
     readers = mesh.used_groups(work.with_reference)
-    await mesh.quiesce(readers, work.place(), leave_snapshot=True)
-    await work.move(PhaseEvent.READERS_QUIESCED)
+    with work.timeline.span(Phase.SUFFIX, "leave"):
+        await mesh.quiesce(readers, work.place(), leave_snapshot=True)
+        await work.move(PhaseEvent.READERS_QUIESCED)
     with work.timeline.span(Phase.UPDATE, "update"):
-        measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
+        with work.timeline.span(Phase.UPDATE, "gradient_norm"):
+            measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
         gradient = agreed_gradient([outcome.value for outcome in measured])
         work.average({"actor/grad_norm": gradient.grad_norm, "grad_norm": gradient.grad_norm,
                       "rollplex/update_skipped": float(not gradient.finite)})
         if gradient.finite:
-            await _update(work, mini_batch, gradient)
+            with work.timeline.span(Phase.UPDATE, "write"):
+                await _update(work, mini_batch, gradient)
         else:
             await _skip(work, gradient)
         last = mini_batch == work.batch_count - 1
         try:
-            copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
+            with work.timeline.span(Phase.UPDATE, "bind"):
+                copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
             if mesh.topology.own_replicas:
                 for name, value in (("bytes", float(copied.size_bytes)), ("seconds", copied.seconds)):
                     work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value

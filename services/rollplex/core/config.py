@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollplex.core.advantages import ESTIMATORS
+from rollplex.core.errors import BadInput
+from rollplex.core.response_lengths import parse_lengths
+from rollplex.core.sharing import POLICIES, Policy
 from rollplex.core.topology import Topology
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 SAVED_MODES = ("keep", "recompute", "offload", "from_inputs")
+ONE_CHUNK = 1 << 40
+"""Elements; more than any model has."""
+SUFFIX_MODES = ("keep", "recompute")
+ENGINE_ROLES = ("trainer", "reference", "rollout")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -36,10 +43,14 @@ class SamplingConfig:
     """Must be 1: truncated sampling biases the ratio unless it is masked on both sides."""
     top_k: int = 0
     """Must be 0, for the same reason."""
+    length_distribution: str = ""
+    """For benchmarks with random weights, which never end a response: `lognormal:MEAN:MAX` gives every sample a length of its
+    own, drawn from its seed, and end tokens do not end it. Empty: responses end as they do. Validations are not affected."""
 
     def __post_init__(self) -> None:
         _at_least("samples_per_group", self.samples_per_group, 2)
         _at_least("max_response_tokens", self.max_response_tokens, 1)
+        parse_lengths(self.length_distribution, self.max_response_tokens)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0")
         if self.top_p != 1.0 or self.top_k != 0:
@@ -136,6 +147,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AblationConfig:
+    """What residency costs when one part of it is taken away (the paper's Figure 8). For measuring only; nothing is computed
+    differently."""
+
+    no_state_offload: bool = False
+    """FP32 master weights and Adam moments stay in HBM."""
+    rollout_resident: bool = False
+    """Rollout keeps its keys and values after generation."""
+    unchunked_optimizer: bool = False
+    """The update takes all parameters as one chunk."""
+    no_weight_sharing: bool = False
+    """Rollout reads a copy of the snapshot of its own, on the same device."""
+
+    @property
+    def any(self) -> bool:
+        return self != AblationConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """Everything that decides what a run computes. The same config and prompts give the same updates."""
 
@@ -149,6 +179,9 @@ class RunConfig:
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
     inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    suffix_activations: str = "keep"
+    """What a suffix forward leaves for its backward: `keep` (every activation) or `recompute` (layer inputs). The gradients are
+    the same to the last bit."""
     replay: str = ""
     """Name of a recorded run: its prompts, responses (token ids) and rewards are trained on again, iteration by iteration, and
     rollout generates nothing. Options that are not given are those of the recorded run."""
@@ -159,15 +192,22 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ablation: AblationConfig = field(default_factory=AblationConfig)
     phase_timeout_s: float = 1800.0
     """Deadline of each phase."""
 
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("saved_activations", self.saved_activations, SAVED_MODES)
+        _one_of("suffix_activations", self.suffix_activations, SUFFIX_MODES)
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
+
+    @property
+    def streamed_optimizer(self) -> OptimizerConfig:
+        """`optimizer` as the update takes it: cut into chunks, unless that is ablated."""
+        return replace(self.optimizer, chunk_elements=ONE_CHUNK) if self.ablation.unchunked_optimizer else self.optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,22 +247,83 @@ class MeshSection:
     shares the trainer's devices."""
     devices: str = "host"
     """`host`: every device is a slab set in host memory, and engines compute on the CPU; `cuda`: device g is GPU g."""
+    hbm_budget_gib: float = 0.0
+    """Memory of each device that all roles together may take; the broker refuses what would exceed it, with the ledger's table.
+    0: the whole GPU; no limit on `host` devices."""
+    hbm_runtime_gib: float = 4.0
+    """Of that, on a GPU: contexts, communication buffers, CUDA graphs and allocator caches, which no object class counts."""
     rendezvous: Path | None = None
     """Directory in which the ranks of a role meet; absent: `rendezvous` in the runtime directory."""
     collective_timeout_s: float = 120.0
     """Deadline of every collective between ranks of a role, and of their meeting."""
+    sharing: str = "mps-priority"
+    """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
+    rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do; `sm-affinity`,
+    fixed shares for both sides; `green-context`, as mps-priority with only the forward pass of prefix blocks capped, unless
+    run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
+    prefix_sm_percent: int = 70
+    """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
+    `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
 
     def __post_init__(self) -> None:
+        _one_of("sharing", self.sharing, tuple(POLICIES))
+        if not 1 <= self.prefix_sm_percent <= 99:
+            raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("hbm_budget_gib", "hbm_runtime_gib"):
+            _at_least(name, getattr(self, name), 0)
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        """Raises BadInput: a name that nobody has would leave its service on the default socket without a word."""
+        seen: set[str] = set()
+        for pair in self.addresses:
+            name, _, address = pair.partition("=")
+            wrong = ""
+            if name not in self.services:
+                wrong = f"no service of this mesh is called {name!r}; they are {', '.join(self.services)}"
+            elif not address:
+                wrong = f"{name!r} has no address; write \"{name}=host:port\" or \"{name}=unix:/path\""
+            elif name in seen:
+                wrong = f"{name!r} has two addresses"
+            if wrong:
+                raise BadInput(f"mesh.addresses: {wrong}", reason="BAD_CONFIG", key="mesh.addresses", service=name)
+            seen.add(name)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Every name that has an address."""
+        engines = (f"{role}-{index}" for role in ENGINE_ROLES for index in range(self.ranks(role)))
+        return ("broker", *engines, "reward", "coordinator")
 
     @property
     def topology(self) -> Topology:
         return Topology(self.train_tensor_parallel, self.rollout_tensor_parallel, self.own_replicas,
                         self.devices)
+
+    @property
+    def hbm_budget_bytes(self) -> int:
+        """0: not set."""
+        return round(self.hbm_budget_gib * (1 << 30))
+
+    @property
+    def hbm_runtime_bytes(self) -> int:
+        """What a device holds that no object class counts; host devices have nothing of it."""
+        return round(self.hbm_runtime_gib * (1 << 30)) if self.devices == "cuda" else 0
+
+    @property
+    def policy(self) -> Policy | None:
+        """How the mesh shares its GPUs; None where there are none."""
+        return POLICIES[self.sharing] if self.devices == "cuda" else None
+
+    @property
+    def prefix_stream_percent(self) -> int | None:
+        """Share of the SMs for prefix blocks, where they have a stream of their own."""
+        return self.prefix_sm_percent if self.policy is not None and self.policy.prefix_stream_capped else None
 
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""
@@ -250,3 +351,17 @@ class MeshSection:
     def keeper_socket(self) -> Path:
         """Where the keeper takes and gives back duplicates."""
         return self.runtime_dir / "keeper.sock"
+
+    @property
+    def mps_socket(self) -> Path:
+        """Where the MPS service is, and what engines hold on to while it lives."""
+        return self.runtime_dir / "mps.sock"
+
+    @property
+    def mps_pipe_dir(self) -> Path:
+        """CUDA_MPS_PIPE_DIRECTORY of the mesh's own daemon."""
+        return self.runtime_dir / "mps"
+
+    @property
+    def mps_log_dir(self) -> Path:
+        return self.runtime_dir / "logs" / "mps"

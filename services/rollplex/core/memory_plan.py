@@ -9,17 +9,15 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rollplex.core.config import SAVED_MODES, SUFFIX_MODES, AblationConfig
 from rollplex.core.errors import BadInput, InternalError
 from rollplex.core.memory_sizes import PlanInput, Sizes
 from rollplex.core.model_layout import summarise
 from rollplex.core.phases import Phase
-from rollplex.core.residency import CONTRACT, Holding, Residency, check
+from rollplex.core.residency import CONTRACT, RUNTIME, Holding, PlannedBytes, Residency, check, relaxed_classes
 
 AUTO = "auto"
 GRADIENTS, REFERENCE = ("hbm", "pinned"), ("pinned", "resident", "re-read")
-ACTIVATIONS = ("keep", "recompute", "offload", "from_inputs")
-RUNTIME = "runtime_buffers"
-"""Not in the contract: contexts, NCCL and the engines' own buffers, in HBM all the time."""
 WORKING_PHASES = (Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE)
 
 
@@ -33,9 +31,11 @@ class Choice:
     """`pinned`, in HBM around reference compute; `resident` in HBM throughout; `re-read` from the checkpoint."""
     activations: str = AUTO
     """Of the trainer's prefix: run.saved_activations."""
+    suffix_activations: str = AUTO
+    """run.suffix_activations."""
 
     def __post_init__(self) -> None:
-        for name, known in (("gradients", GRADIENTS), ("reference", REFERENCE), ("activations", ACTIVATIONS)):
+        for name, known in KNOWN.items():
             if getattr(self, name) not in (AUTO, *known):
                 raise BadInput(f"{name} {getattr(self, name)!r} is none of {AUTO}, {', '.join(known)}", reason="BAD_PLAN")
 
@@ -44,9 +44,14 @@ class Choice:
         def of(value: str, known: tuple[str, ...]) -> tuple[str, ...]:
             return known if value == AUTO else (value,)
 
-        for activations, gradients, reference in itertools.product(
-                of(self.activations, ACTIVATIONS), of(self.gradients, GRADIENTS), of(self.reference, REFERENCE)):
-            yield Choice(gradients, reference, activations)
+        # From the costliest to change to the cheapest: responses are most of the tokens that are trained on.
+        order = ("suffix_activations", "activations", "gradients", "reference")
+        for values in itertools.product(*(of(getattr(self, name), KNOWN[name]) for name in order)):
+            yield Choice(**dict(zip(order, values)))
+
+
+KNOWN = {"gradients": GRADIENTS, "reference": REFERENCE, "activations": SAVED_MODES, "suffix_activations": SUFFIX_MODES}
+"""Values of each choice, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,22 @@ class Plan:
     @property
     def host_total(self) -> int:
         return sum(self.host.values())
+
+    @property
+    def relaxed(self) -> tuple[str, ...]:
+        """Classes whose row of the contract does not hold in this run."""
+        return relaxed_classes(self.given.ablation, reference_resident=self.choice.reference == "resident")
+
+    def needs(self, phase: Phase) -> dict[str, int]:
+        """Object class -> bytes of one training GPU at the largest column of a phase; empty for IDLE."""
+        columns = [column for column in self.columns if column.phase is phase and column.name != "ROLLOUT GPU"]
+        return dict(max(columns, key=lambda column: column.total).hbm) if columns else {}
+
+    def planned(self, phase: Phase) -> list[PlannedBytes]:
+        """`needs` of every device of the plan's topology; what rollout's own devices need is not among it."""
+        topology = self.given.topology
+        return [PlannedBytes(name, topology.device_name(device), size) for device in range(topology.train_tp)
+                for name, size in self.needs(phase).items()]
 
     @property
     def peak(self) -> Column:
@@ -113,15 +134,19 @@ def _lack(plan: Plan) -> float:
 def _plan(given: PlanInput, choice: Choice) -> Plan:
     sizes = Sizes(given)
     wanted = _training_hbm(given, sizes, choice)
-    columns = []
+    columns: list[Column] = []
     kv_share = 1.0
-    for name, phase, without in _columns(given.schedule, choice.reference):
+    for name, phase, without in _columns(given.schedule, choice.reference, given.ablation):
         hbm = {object_class: size for object_class, size in wanted[phase].items() if object_class not in without and size}
         if name == "PREFIX BACKWARD":
             hbm["prefix_activations"] = hbm.get("prefix_activations", 0) + sizes.prefix_backward(choice.activations)
         if name == "ROLLOUT GPU":
             hbm = {"actor_snapshot": sizes.rollout_weights, "rollout_kv": sizes.rollout_kv, RUNTIME: given.runtime_bytes}
-        if "rollout_kv" in hbm:
+        if "rollout_kv" in hbm and given.ablation.rollout_resident and columns and name != "ROLLOUT GPU":
+            hbm["rollout_kv"] = columns[0].hbm["rollout_kv"]
+        elif "rollout_kv" in hbm and given.kv_pool_bytes:
+            hbm["rollout_kv"], kv_share = given.kv_pool_bytes, min(1.0, given.kv_pool_bytes / sizes.rollout_kv)
+        elif "rollout_kv" in hbm:
             room = given.hbm_bytes - sum(hbm.values()) + sizes.rollout_kv
             hbm["rollout_kv"] = max(min(sizes.rollout_kv, room), min(sizes.group_kv, sizes.rollout_kv))
             kv_share = hbm["rollout_kv"] / sizes.rollout_kv
@@ -134,11 +159,11 @@ def _plan(given: PlanInput, choice: Choice) -> Plan:
 PREFIXES = frozenset({"boundary_trainer", "boundary_reference", "prefix_activations"})
 
 
-def _columns(schedule: str, reference: str) -> list[tuple[str, Phase, frozenset[str]]]:
+def _columns(schedule: str, reference: str, ablation: AblationConfig) -> list[tuple[str, Phase, frozenset[str]]]:
     """Name, phase, and the classes that are not there: `serial` decodes before it computes prefixes."""
     rest = [("SUFFIX", Phase.SUFFIX, frozenset()), ("PREFIX BACKWARD", Phase.SUFFIX, frozenset({"suffix_activations"})),
             ("UPDATE", Phase.UPDATE, frozenset())]
-    no_kv = frozenset({"rollout_kv"})
+    no_kv = frozenset() if ablation.rollout_resident else frozenset({"rollout_kv"})
     if schedule == "overlap":
         return [("OVERLAP", Phase.OVERLAP, frozenset()), *rest]
     if schedule == "serial":
@@ -158,23 +183,39 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
         "boundary_reference": sizes.boundary if given.reference else 0,
         "reference_weights": sizes.training_weights if given.reference else 0,
         "prefix_activations": waiting,
-        "suffix_activations": sizes.suffix_activations,
+        "suffix_activations": sizes.suffix_activations(choice.suffix_activations),
         "gradients": sizes.gradient_window if spilled else sizes.gradients,
         "optimizer_state": sizes.update_window,
     }
+    _ablate(given, sizes, peak)
     held = {phase: {name: size for name, size in peak.items() if phase in CONTRACT[name].hot} for phase in WORKING_PHASES}
     held[Phase.OVERLAP]["prefix_activations"] += sizes.prefix_working_set
     held[Phase.SUFFIX]["boundary_trainer"] += sizes.boundary_gradients
-    if choice.reference == "resident":
-        held[Phase.UPDATE]["reference_weights"] = peak["reference_weights"]
+    relaxed = relaxed_classes(given.ablation, reference_resident=choice.reference == "resident")
+    for name, phase in itertools.product(relaxed, WORKING_PHASES):
+        held[phase][name] = peak[name]
+    if given.ablation.no_state_offload:
+        # The update works beside the state all the same.
+        held[Phase.UPDATE]["optimizer_state"] += sizes.update_window
     for phase in WORKING_PHASES:
         held[phase][RUNTIME] = given.runtime_bytes
     return held
 
 
+def _ablate(given: PlanInput, sizes: Sizes, peak: dict[str, int]) -> None:
+    """`unchunked_optimizer` is in the sizes already."""
+    if given.ablation.no_state_offload:
+        peak["optimizer_state"] = sizes.master + sizes.moments + sizes.spare_slots
+    if given.ablation.no_weight_sharing and given.schedule != "disaggregated":
+        peak["actor_snapshot"] += sizes.rollout_weights
+    if given.schedule == "disaggregated":
+        # Rollout's is on devices of its own.
+        peak["rollout_kv"] = 0
+
+
 def _host(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[str, int]:
     of_a_gpu = {
-        "optimizer_state": sizes.master + sizes.moments + sizes.spare_slots,
+        "optimizer_state": 0 if given.ablation.no_state_offload else sizes.master + sizes.moments + sizes.spare_slots,
         "gradients": sizes.gradients if choice.gradients == "pinned" else 0,
         "reference_weights": sizes.training_weights if given.reference and choice.reference == "pinned" else 0,
         "pinned_pool": sizes.layer_inputs if choice.activations == "offload" else 0,
@@ -184,14 +225,13 @@ def _host(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[str, int]:
 
 
 def _check_contract(plan: Plan) -> None:
-    """The plan keeps to the contract that the arena and the ledger enforce; a resident reference is the stated exception."""
+    """The plan keeps to the contract that the arena and the ledger enforce, but for what its configuration relaxes."""
     for column in plan.columns:
         held = [Holding(name, sorted(CONTRACT[name].roles)[0], "gpu", Residency.HBM, size)
-                for name, size in column.hbm.items() if name != RUNTIME
-                and not (name == "reference_weights" and plan.choice.reference == "resident")]
+                for name, size in column.hbm.items() if name != RUNTIME]
         held += [Holding(name, sorted(CONTRACT[name].roles)[0], "host", Residency.PINNED, size)
                  for name, size in plan.host.items()]
-        wrong = check(column.phase, held)
+        wrong = check(column.phase, held, plan.relaxed)
         if wrong:
             raise InternalError("; ".join(wrong), reason="PLAN_AGAINST_CONTRACT")
 
@@ -212,7 +252,7 @@ def advice(plan: Plan, wanted: Choice | None = None) -> list[str]:
     if fewer:
         enough.append(f"--groups {fewer}: fits")
     if wanted and wanted != Choice() and make_plan(plan.given).fits:
-        enough.append("--gradients, --reference and --activations at auto: fits")
+        enough.append("--gradients, --reference, --activations and --suffix-activations at auto: fits")
     return enough or [text for _, text in sorted(helps)] or ["no single change is enough: take a smaller model or more GPUs"]
 
 

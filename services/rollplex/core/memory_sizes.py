@@ -5,10 +5,11 @@ Legend: P prompt tokens, R response tokens, N samples a group, D hidden, H query
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rollplex.core.aliasing import AliasCase
+from rollplex.core.config import ONE_CHUNK, AblationConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.model_layout import SPLIT, LayoutSummary, summarise
 from rollplex.core.placement import ITEM_BYTES
@@ -18,6 +19,8 @@ from rollplex.core.topology import Topology
 GIB = 1 << 30
 PIPELINE_CHUNKS = 3
 """Load, update and write-back: chunks of the streamed update that are under way at once."""
+WORKSPACE_ROWS = 3
+"""Of AdamW at once, as long as a chunk each (trainer/chunk_pipeline.py)."""
 LOGIT_CHUNK_TOKENS = 1024
 PLAN_SCHEDULES = ("serial", "overlap", "disaggregated")
 
@@ -33,6 +36,8 @@ class Work:
     micro_batch_samples: int
     """Responses in one suffix forward."""
     chunk_elements: int = 1 << 24
+    longest_prompt_tokens: int = 0
+    """Of one prompt, where `prompt_tokens` is a mean; 0: all are alike."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "prompt_tokens", "response_tokens", "micro_batch_samples", "chunk_elements"):
@@ -60,6 +65,9 @@ class PlanInput:
     freeze_vision: bool = False
     freeze_decoder: bool = False
     moments_dtype: str = "float32"
+    kv_pool_bytes: int = 0
+    """Of a GPU: what rollout sets aside for keys and values whatever its samples need; 0: what the samples need."""
+    ablation: AblationConfig = field(default_factory=AblationConfig)
 
     def __post_init__(self) -> None:
         if self.schedule not in PLAN_SCHEDULES:
@@ -95,6 +103,15 @@ class Sizes:
     def state_item(self) -> int:
         """Of master weights, gradients and full-precision moments."""
         return max(4, self.item)
+
+    @property
+    def chunk_elements(self) -> int:
+        return ONE_CHUNK if self.given.ablation.unchunked_optimizer else self.given.work.chunk_elements
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max(self.given.work.longest_prompt_tokens, self.given.work.prompt_tokens)
 
     @cached_property
     def trainable(self) -> int:
@@ -134,17 +151,17 @@ class Sizes:
     @property
     def spare_slots(self) -> int:
         """Beside master and moments, so that a chunk is never overwritten in place."""
-        return PIPELINE_CHUNKS * 3 * min(self.given.work.chunk_elements, self.trainable) * self.state_item
+        return PIPELINE_CHUNKS * 3 * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def update_window(self) -> int:
-        """FP32 state in HBM during the streamed update."""
-        return min(PIPELINE_CHUNKS * 3 * self.given.work.chunk_elements * self.state_item, self.master + self.moments)
+        """FP32 state in HBM during the streamed update: of the chunks under way, and AdamW's temporaries of one."""
+        return (3 * PIPELINE_CHUNKS + WORKSPACE_ROWS) * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def gradient_window(self) -> int:
         """Spilled gradients in HBM."""
-        return min(PIPELINE_CHUNKS * self.given.work.chunk_elements * self.state_item, self.gradients)
+        return PIPELINE_CHUNKS * min(self.chunk_elements, self.trainable) * self.state_item
 
     def kv_token(self, tp: int) -> int:
         """Keys and values of one token on a rank, all layers."""
@@ -164,7 +181,7 @@ class Sizes:
     @property
     def boundary_gradients(self) -> int:
         """Of the group whose suffixes are in work."""
-        return self.given.work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+        return self.longest_prompt * self.kv_token(self.given.topology.train_tp)
 
     @property
     def group_kv(self) -> int:
@@ -184,9 +201,10 @@ class Sizes:
 
     @property
     def full_tape(self) -> int:
-        """Every activation of all prompts' decoder layers: half of a layer's working set is its forward's."""
-        work, shapes = self.given.work, self.given.shapes
-        return self.layer_inputs + self.groups_per_rank * shapes.layer_count * self.layer_working_set(work.prompt_tokens) // 2
+        """Every activation of all prompts, as if every prompt token were a visual one."""
+        tokens, shapes = self.given.work.prompt_tokens, self.given.shapes
+        tower = 0 if self.given.freeze_vision else shapes.vision.depth * self._tower_layer_kept(tokens)
+        return self.groups_per_rank * (shapes.layer_count * self._layer_kept(tokens) + tower)
 
     def prefix_waiting(self, activations: str) -> int:
         """What stays in HBM of the prefixes until their backward pass."""
@@ -197,20 +215,30 @@ class Sizes:
         again = self.layer_inputs // self.groups_per_rank if activations == "from_inputs" else 0
         return again + self.prefix_working_set
 
-    @property
-    def suffix_activations(self) -> int:
-        """Layer inputs of one micro-batch, one layer's working set, and the logits of one chunk of tokens with their
-        gradient, in float32."""
-        work, topology = self.given.work, self.given.topology
+    def suffix_activations(self, saved: str) -> int:
+        """Of one micro-batch: layer inputs (`keep`: every activation, the boundary's keys and values in front of the own), the
+        last norm, one layer's working set and one chunk of logits."""
+        work, shapes = self.given.work, self.given.shapes
         tokens = work.micro_batch_samples * work.response_tokens
-        vocab = self.given.shapes.padded_vocab(topology.train_tp) // topology.train_tp
-        return (self._inputs(tokens, vision=False) + self.layer_working_set(tokens)
-                + 3 * min(tokens, LOGIT_CHUNK_TOKENS) * vocab * self.state_item)
+        kept = self._inputs(tokens, vision=False)
+        if saved == "keep":
+            boundary = work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+            kept = shapes.layer_count * self._layer_kept(tokens) + boundary
+        return kept + tokens * self._norm_kept(shapes.hidden_size) + self.layer_working_set(tokens) + self.logits(tokens)
+
+    def logits(self, tokens: int) -> int:
+        """Of one chunk of so many tokens, with their gradient, in float32."""
+        tp = self.given.topology.train_tp
+        return 3 * min(tokens, LOGIT_CHUNK_TOKENS) * (self.given.shapes.padded_vocab(tp) // tp) * self.state_item
 
     @property
     def prefix_working_set(self) -> int:
-        """One layer of one prompt, forward and backward."""
-        return self.layer_working_set(self.given.work.prompt_tokens)
+        """One layer of one prompt, forward and backward: the decoder's or the tower's, which is not cut."""
+        tokens, vision = self.longest_prompt, self.given.shapes.vision
+        patches = tokens * vision.spatial_merge_size**2
+        gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
+        tower = 0 if self.given.freeze_vision else self._tower_layer_kept(tokens) + gradients
+        return max(self.layer_working_set(tokens), tower)
 
     @property
     def media(self) -> int:
@@ -225,7 +253,24 @@ class Sizes:
         return tokens * (shapes.layer_count * shapes.hidden_size + patches) * self.item
 
     def layer_working_set(self, tokens: int) -> int:
-        """An estimate: norms, projections, attention and MLP of one layer and their gradients, cut where TP cuts them."""
+        """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once."""
         shapes, tp = self.given.shapes, self.given.topology.train_tp
-        heads = (shapes.head_count + 2 * shapes.kv_head_count) * shapes.head_size
-        return tokens * self.item * (8 * shapes.hidden_size + (4 * heads + 6 * shapes.intermediate_size) // tp)
+        gradients = 2 * shapes.hidden_size + 3 * shapes.intermediate_size // tp
+        return self._layer_kept(tokens) + tokens * self.item * gradients
+
+    def _layer_kept(self, tokens: int) -> int:
+        """What a decoder layer saves, cut where TP cuts it: of each norm the input in float32 and two outputs; queries, attention
+        output, keys and values; of the MLP gate, its activation, up and their product. As counted by trainer.saved_bytes."""
+        shapes, tp = self.given.shapes, self.given.topology.train_tp
+        heads = 2 * shapes.head_count * shapes.head_size + 2 * max(tp, shapes.kv_head_count) * shapes.head_size
+        return tokens * (2 * self._norm_kept(shapes.hidden_size) + self.item * ((heads + 4 * shapes.intermediate_size) // tp))
+
+    def _tower_layer_kept(self, tokens: int) -> int:
+        """The same of a layer of the vision tower for so many visual tokens."""
+        vision = self.given.shapes.vision
+        patches = tokens * vision.spatial_merge_size**2
+        elements = 6 * vision.hidden_size + 4 * vision.intermediate_size
+        return patches * (2 * self._norm_kept(vision.hidden_size) + self.item * elements)
+
+    def _norm_kept(self, width: int) -> int:
+        return width * (self.state_item + 2 * self.item)

@@ -54,7 +54,7 @@ def naive_overlap(given: PlanInput) -> list[NaiveRow]:
     one_prompt = sizes.layer_inputs // sizes.groups_per_rank
     tower_inputs = 0 if given.freeze_vision else one_prompt - work.prompt_tokens * (
         given.shapes.layer_count * given.shapes.hidden_size * sizes.item)
-    activations = one_prompt - tower_inputs + sizes.suffix_activations + sizes.layer_working_set(tokens)
+    activations = one_prompt - tower_inputs + sizes.suffix_activations("recompute") + sizes.layer_working_set(tokens)
     rows = [
         weights("training actor", f"{given.dtype} weights", sizes.item, train),
         weights("training actor", "gradient buffer", state, train, trained=True),

@@ -28,7 +28,3 @@ class OverlapEstimate:
     def overlap_s(self) -> float:
         """T = max(T_D + dD, T_P + dP) + T_post (arXiv 2608.14498, eq. 1, with a slowdown of the prefix too)."""
         return self.window_s + self.post_s
-
-    @property
-    def saving_s(self) -> float:
-        return self.serial_s - self.overlap_s

@@ -33,6 +33,16 @@ class VisionShapes:
     spatial_merge_size: int = 2
     temporal_patch_size: int = 2
     out_hidden_size: int = 3584
+    window_size: int = 112
+    """Pixels of a side of the windows in which most blocks attend."""
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    """Blocks that attend to the whole frame."""
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of one whole window."""
+        side = self.window_size // self.spatial_merge_size // self.patch_size * self.spatial_merge_size
+        return side * side
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +141,19 @@ def shapes_from_config(raw: Any, where: str) -> ModelShapes:
         return value
 
     defaults = VisionShapes()
+    full = vision.get("fullatt_block_indexes", list(defaults.fullatt_block_indexes))
+    if not isinstance(full, list) or not all(isinstance(index, int) for index in full):
+        raise BadInput(f"{where}: fullatt_block_indexes is {full!r}; it must be a list of block numbers",
+                       reason="BAD_MODEL_CONFIG")
+    sizes = [key for key in VisionShapes.__slots__ if key != "fullatt_block_indexes"]
     heads = number(text, "num_attention_heads")
     nominal = raw.get("nominal_language_parameters")
     return ModelShapes(
         number(text, "hidden_size"), number(text, "intermediate_size"), number(text, "num_hidden_layers"), heads,
         number(text, "num_key_value_heads", heads), number(text, "vocab_size"),
         bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        VisionShapes(**{key: number(vision, key, getattr(defaults, key)) for key in VisionShapes.__slots__}),
+        VisionShapes(**{key: number(vision, key, getattr(defaults, key)) for key in sizes},
+                     fullatt_block_indexes=tuple(full)),
         nominal if isinstance(nominal, int) else None)
 
 

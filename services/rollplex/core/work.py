@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollplex.core.placement import Placement
+from rollplex.core.response_lengths import LengthDistribution, parse_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,13 @@ class Sampling:
     greedy: bool = False
     seed: int = 0
     deterministic: bool = False
+    length_distribution: str = ""
+    """SamplingConfig.length_distribution; where it is set, a sample's length is `lengths.length(seed of the sample)`."""
+
+    @property
+    def lengths(self) -> LengthDistribution | None:
+        """Raises ValueError for a distribution that is none."""
+        return parse_lengths(self.length_distribution, self.max_response_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from rollplex.data.sizes import smart_resize
 from rollplex.torchvision_ops import ensure_torchvision
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Qwen2_5_VLProcessor
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -47,10 +48,10 @@ class TokenizedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class PixelArrays:
-    pixel_values_images: np.ndarray | None
-    """float32 [sum of t*h*w, 3 * temporal_patch * patch * patch]; None without images."""
+    pixel_values_images: np.ndarray | torch.Tensor | None
+    """float32 [sum of t*h*w, 3 * temporal_patch * patch * patch]; None without images. A tensor where a device computed it."""
     image_grid_thw: np.ndarray | None
-    pixel_values_videos: np.ndarray | None
+    pixel_values_videos: np.ndarray | torch.Tensor | None
     video_grid_thw: np.ndarray | None
 
 
@@ -121,7 +122,7 @@ class PromptProcessor:
         """
         self._check_placeholders(messages, items)
         text = self._render(messages)
-        grids = [self._grid(item) for item in items]
+        grids = [self.grid(item) for item in items]
         token_ids = self._expand(np.asarray(self._tokenizer(text)["input_ids"], dtype=np.int64), items, grids)
         if len(token_ids) > self.max_prompt_tokens:
             raise BadInput(
@@ -143,8 +144,7 @@ class PromptProcessor:
 
         Raises ValueError when frames and items differ in number or shape.
         """
-        if [array.shape for array in frames] != [item.shape for item in items]:
-            raise ValueError(f"frames of {[array.shape for array in frames]} for items of {[item.shape for item in items]}")
+        self.check_frames(items, frames)
         image = video = {}
         # Copied because torch refuses to promise anything about read-only arrays.
         images = [np.array(array[0]) for item, array in zip(items, frames) if item.kind == "image"]
@@ -165,6 +165,15 @@ class PromptProcessor:
             _array(video.get("pixel_values_videos"), np.float32),
             _array(video.get("video_grid_thw"), np.int64),
         )
+
+    def check_frames(self, items: Sequence[MediaItem], frames: Sequence[np.ndarray]) -> None:
+        """Raises ValueError when they differ in number or shape."""
+        if [array.shape for array in frames] != [item.shape for item in items]:
+            raise ValueError(f"frames of {[array.shape for array in frames]} for items of {[item.shape for item in items]}")
+
+    def part(self, kind: str) -> Any:
+        """transformers' processor of images or of videos."""
+        return self._videos if kind == "video" else self._images
 
     def video_options(self) -> dict[str, bool]:
         """What every caller of the video processor must spell out: frames come sampled, and no bound depends on a version."""
@@ -228,10 +237,10 @@ class PromptProcessor:
     def _token_count(self, grid: tuple[int, int, int]) -> int:
         return grid[0] * grid[1] * grid[2] // self._images.merge_size**2
 
-    def _grid(self, item: MediaItem) -> tuple[int, int, int]:
-        """What the processor's own resize and patching will make of the item."""
+    def grid(self, item: MediaItem) -> tuple[int, int, int]:
+        """(t, h, w) patches that the processor's own resize and patching will make of the item."""
         frames, height, width, _ = item.shape
-        part = self._videos if item.kind == "video" else self._images
+        part = self.part(item.kind)
         pixels = _pixel_range(part)
         if pixels is not None:
             if item.kind == "video":

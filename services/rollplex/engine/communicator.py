@@ -33,12 +33,13 @@ _DEATH_WAIT_S = 2.0
 class Communicator:
     """Owner thread only, but for `announce`. At size 1 there is nothing to do, and every method does it."""
 
-    def __init__(self, role: str, rank: int, size: int, rendezvous: Path, *, timeout_s: float) -> None:
-        """`rendezvous`: directory that the ranks share. `timeout_s`: of a meeting, and of each collective."""
+    def __init__(self, role: str, rank: int, size: int, rendezvous: Path, *, timeout_s: float, device: str = "cpu") -> None:
+        """`rendezvous`: directory that the ranks share. `timeout_s`: of a meeting, and of each collective. `device`: where the
+        tensors of collectives lie, as torch names it."""
         self.role, self.rank, self.size = role, rank, size
         self.use_group: Callable[[dist.ProcessGroup], None] = lambda group: None
         """Called with the group of every new epoch."""
-        self._folder, self._timeout_s = rendezvous / role, timeout_s
+        self._folder, self._timeout_s, self._device = rendezvous / role, timeout_s, device
         self._announced, self._entered, self._commands = 0, 0, 0
         self._meeting: Meeting | None = None
         self._pidfds: dict[int, int] = {}
@@ -60,7 +61,7 @@ class Communicator:
                                  go_on=lambda: self._still_wanted(epoch))
             self._pidfds = {found.rank: os.pidfd_open(found.pid) for found in self._meeting.attendances
                             if found.rank != self.rank}
-            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s,
+            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device,
                                  store=dist.FileStore(str(self._meeting.folder / "store"), self.size))
         except (RollplexError, RuntimeError, OSError) as error:
             self._leave(Unavailable(f"{self.role} rank {self.rank} could not join epoch {epoch}: {error}",

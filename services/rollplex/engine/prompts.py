@@ -6,25 +6,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from rollplex.core import work
 from rollplex.core.errors import BadInput, DataLoss
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import contiguous_strides
+from rollplex.data.device_patches import DevicePatches
 from rollplex.data.media import MediaItem
 from rollplex.data.processor import PromptProcessor
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
+from rollplex.memory.transfer import to_device
 from rollplex.model import ModelConfig, PromptInputs
 
 
 class PromptReader:
     """Every engine's way to a prompt; media slabs are host memory. Owner thread only."""
 
-    def __init__(self, session: BrokerSession, processor: PromptProcessor, model_config: ModelConfig) -> None:
+    def __init__(self, session: BrokerSession, processor: PromptProcessor, model_config: ModelConfig,
+                 device: torch.device | str = "cpu") -> None:
+        """`device`: where the model is. A GPU gets raw frames and computes pixels itself where that gives the processor's very
+        values; nothing that is read here waits for it."""
         self._session = session
         self._processor, self._config = processor, model_config
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        self._pixels = DevicePatches(processor, self._upload).pixels if on_gpu else processor.pixels
 
     def read(self, group: work.PreparedGroup) -> PromptInputs:
         """The inputs of one prompt; the media slab is leased and mapped only meanwhile.
@@ -35,7 +44,10 @@ class PromptReader:
         with naming_group(group):
             inputs = self._inputs(group)
         check_prompt_hash(group, inputs.hash())
-        return inputs
+        return inputs.to(self._device)
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), self._device)
 
     def _inputs(self, group: work.PreparedGroup) -> PromptInputs:
         tokens = np.frombuffer(group.token_ids, dtype=np.int64).copy()
@@ -43,7 +55,7 @@ class PromptReader:
             return PromptInputs.from_arrays(self._config, token_ids=tokens)
         items = [data_media_item(item) for item in group.media]
         with self.frames(group.media) as frames:
-            pixels = self._processor.pixels(items, frames)
+            pixels = self._pixels(items, frames)
             frames.clear()
         return PromptInputs.from_arrays(
             self._config,

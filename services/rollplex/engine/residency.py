@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from rollplex.core.topology import torch_device
+from rollplex.engine.device import release_cached
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 
@@ -11,6 +15,11 @@ class ResidencyReport:
 
     def __init__(self, session: BrokerSession, arena: Arena) -> None:
         self._session, self._arena = session, arena
+
+    def at_barrier(self) -> None:
+        """`send`, once the memory of classes that have left is the driver's again."""
+        release_cached(torch.device(torch_device(self._arena.device)))
+        self.send()
 
     def send(self) -> None:
         """Peaks are since the last call."""

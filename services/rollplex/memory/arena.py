@@ -1,12 +1,11 @@
-"""An engine's account of bytes outside slabs, by object class and residency, with the contract beside it."""
+"""An engine's account of bytes outside slabs, by object class and residency."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 
-from rollplex.core.phases import Phase
-from rollplex.core.residency import Holding, Residency, check
+from rollplex.core.residency import Residency
 from rollplex.core.work import ResidencyEntry
 
 Key = tuple[str, Residency]
@@ -18,13 +17,6 @@ class Hold:
     def __init__(self, arena: Arena, object_class: str, residency: Residency, size_bytes: int) -> None:
         self.object_class, self.residency, self.size_bytes = object_class, residency, size_bytes
         self._arena = arena
-
-    def move(self, residency: Residency) -> None:
-        """The bytes are elsewhere now. Raises ValueError after release."""
-        if self not in self._arena._holds:
-            raise ValueError(f"{self.object_class}: the hold was released")
-        self.residency = residency
-        self._arena._raise_peaks()
 
     def release(self) -> None:
         """Idempotent."""
@@ -73,11 +65,6 @@ class Arena:
         return tuple(ResidencyEntry(name, self.role, self.device, residency.value, now[name, residency],
                                     max(peaks.get((name, residency), 0), now[name, residency]))
                      for name, residency in sorted({*peaks, *now}))
-
-    def check(self, phase: Phase) -> list[str]:
-        """What violates the residency contract in `phase`, as sentences."""
-        return check(phase, [Holding(name, self.role, self.device, residency, size)
-                             for (name, residency), size in sorted(self._totals().items())])
 
     def _totals(self) -> Counter[Key]:
         totals: Counter[Key] = Counter()

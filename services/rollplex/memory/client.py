@@ -18,6 +18,7 @@ import grpc
 from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, Unavailable
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
+from rollplex.core.residency import PlannedBytes
 from rollplex.core.topology import is_host
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.drivers import driver_of
@@ -175,11 +176,17 @@ class BrokerSession:
         """Raises NotFound before registration."""
         return from_proto(SnapshotInfo, self._ask(self._stub.GetSnapshot, lambda _: pb.GetSnapshotRequest(run=run)))
 
-    def enter_phase(self, run: str, iteration: int, phase: Phase) -> tuple[str, ...]:
-        """What violated the residency contract when the last phase ended; empty when it held."""
+    def enter_phase(self, run: str, iteration: int, phase: Phase, planned: Sequence[PlannedBytes] = (),
+                    relaxed: Sequence[str] = ()) -> tuple[str, ...]:
+        """What violated the residency contract when the last phase ended; empty when it held.
+
+        `planned` is what the phase that begins needs, `relaxed` the classes whose row does not hold in it. Raises OutOfMemory
+        (PHASE_OVER_BUDGET), with the table, when a device has no room for that; the phase is not entered then.
+        """
         wire_phase = types_pb2.Phase.Value(f"PHASE_{phase.value.upper()}")
-        answer = self._ask(self._stub.EnterPhase,
-                           lambda _: pb.EnterPhaseRequest(run=run, iteration=iteration, phase=wire_phase))
+        needs = [to_proto(item, pb.PlannedBytes) for item in planned]
+        answer = self._ask(self._stub.EnterPhase, lambda _: pb.EnterPhaseRequest(
+            run=run, iteration=iteration, phase=wire_phase, planned=needs, relaxed=relaxed))
         return tuple(answer.violations)
 
     def report_residency(self, entries: Sequence[ResidencyEntry]) -> None:

@@ -51,6 +51,8 @@ class LedgerRow:
     """Each slab counted once, however many engines map it."""
     slab_count: int = 0
     """Slabs behind the bytes; 0 for reported bytes."""
+    residency: str = "unspecified"
+    """A value of Residency: where the bytes are."""
 
 
 @dataclass(frozen=True, slots=True)

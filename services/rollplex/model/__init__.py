@@ -14,6 +14,7 @@ from rollplex.model.decode import GroupDecoder
 from rollplex.model.decode_state import DecodeState
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout, LayoutTensor, Part
+from rollplex.model.limited import Limit
 from rollplex.model.logprobs import token_logprobs
 from rollplex.model.network import VisionLanguageModel, sum_replicated_gradients
 from rollplex.model.packing import PackedSuffix, pack_responses
@@ -31,6 +32,7 @@ __all__ = [
     "GroupDecoder",
     "HostCopies",
     "LayoutTensor",
+    "Limit",
     "ModelConfig",
     "Offload",
     "PackedSuffix",

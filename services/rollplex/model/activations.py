@@ -41,8 +41,8 @@ def run_checkpointed(block, x: torch.Tensor, **arguments):
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 
-def run_offloaded(offload: Offload, block, x: torch.Tensor, **arguments):
-    """As run_checkpointed, with `x` in host storage."""
+def run_offloaded(offload: Offload, run, block, x: torch.Tensor, **arguments):
+    """As `run`, which checkpoints, with `x` in host storage."""
 
     def pack(tensor: torch.Tensor):
         keep = isinstance(tensor, nn.Parameter) or not tensor.numel()
@@ -53,4 +53,4 @@ def run_offloaded(offload: Offload, block, x: torch.Tensor, **arguments):
         return held if owner is None else owner.get(held)
 
     with saved_tensors_hooks(pack, unpack):
-        return run_checkpointed(block, x, **arguments)
+        return run(block, x, **arguments)

@@ -7,11 +7,15 @@ Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from rollplex.memory.transfer import to_device
+from rollplex.model.suffix_blocks import TILE, ordered, suffix_tiles
 
 
 def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor) -> torch.Tensor:
@@ -22,10 +26,15 @@ def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tens
     return _grouped(q_THd, k_TKd, v_TKd, is_causal=True)
 
 
-def suffix_mask(boundary_tokens: int, sample_index_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | BlockMask:
-    """Who sees whom: all of the boundary, and causally the own sample. Additive [T, S], or a BlockMask on CUDA."""
+def suffix_mask(
+    boundary_tokens: int, sample_index_T: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | BlockMask:
+    """Who sees whom: all of the boundary, and causally the own sample. Additive [T, S], or a BlockMask on CUDA.
+
+    `lengths`: of the samples in `sample_index_T`, known on the host.
+    """
     if sample_index_T.is_cuda:
-        return _block_mask(boundary_tokens, sample_index_T)
+        return block_mask(boundary_tokens, sample_index_T, lengths)
     count = sample_index_T.shape[0]
     own = (sample_index_T[:, None] == sample_index_T[None, :]).tril()
     mask_TS = torch.zeros(count, boundary_tokens + count, dtype=dtype, device=sample_index_T.device)
@@ -53,17 +62,24 @@ def _grouped(q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, **ho
     return out_KGTd.permute(2, 0, 1, 3).reshape(count, heads, size)
 
 
-def _block_mask(boundary_tokens: int, sample_index_T: torch.Tensor) -> BlockMask:
+def block_mask(boundary_tokens: int, sample_index_T: torch.Tensor, lengths: Sequence[int]) -> BlockMask:
+    """The same from tiles: no mask of size [T, S] exists, and the host waits for nothing."""
+    tiles, device = suffix_tiles(boundary_tokens, lengths), sample_index_T.device
     # As a tensor: an int in the closure would be compiled in, and every prompt length would compile again.
-    boundary = torch.tensor(boundary_tokens, device=sample_index_T.device)
+    boundary = to_device(torch.tensor(boundary_tokens), device)
 
     def visible(batch, head, query, key):
         own = key - boundary
         same = sample_index_T[own.clamp(min=0)] == sample_index_T[query]
         return (own < 0) | (same & (own <= query))
 
+    listed = [to_device(torch.from_numpy(part[None, None]), device)
+              for which in (tiles.partial, tiles.full) for part in ordered(which)]
     count = sample_index_T.shape[0]
-    return create_block_mask(visible, None, None, count, boundary_tokens + count, device=sample_index_T.device)
+    return BlockMask.from_kv_blocks(
+        *listed, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(count, boundary_tokens + count)
+    )
+
 
 
 @cache

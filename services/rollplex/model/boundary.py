@@ -37,10 +37,6 @@ class Boundary:
             self._leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in self.layers]
         return self._leaves
 
-    def detached(self) -> Boundary:
-        """The same storage without the way back."""
-        return Boundary([(k.detach(), v.detach()) for k, v in self.layers])
-
     def backward(self) -> None:
         """Carry the leaves' gradients through the prefix, once, and free its graph."""
         if self._leaves is None:

@@ -59,6 +59,7 @@ def load_into(
     """Fill a rank's parameters; the checkpoint must hold exactly the model's tensors, in their shapes.
 
     `shards` says how they are cut, where a layout's own cuts are wanted (rollout's of a layout for TP_train > TP_rollout).
+    Views on a GPU are filled in stream order; the file's dtype crosses the bus and is converted there.
     """
     shards = shards or ActorLayout.build(config, tp_size, "float32").shards
     files = _files_by_name(checkpoint, config)
@@ -82,15 +83,15 @@ def _load_one(name: str, source, view: torch.Tensor, shard: Shard, rank: int, co
     if tuple(view.shape) != shard.shape:
         raise BadInput(f"view of {name} has shape {tuple(view.shape)}; expected {shard.shape}", reason="BAD_BINDING")
     if shard.axis is None:
-        view.copy_(source[:])
+        view.copy_(source[:], non_blocking=True)
         return
     start, stop = shard.bounds(rank)
     if shard.axis == 1:
-        view.copy_(source[:, start:stop])
+        view.copy_(source[:, start:stop], non_blocking=True)
         return
     present = max(0, min(stop, shape[0]) - start)
     if present:
-        view[:present].copy_(source[start : start + present])
+        view[:present].copy_(source[start : start + present], non_blocking=True)
     view[present:].zero_()
 
 

@@ -12,6 +12,7 @@ import torch
 
 from rollplex.core.errors import BadInput
 from rollplex.core.prompt_hash import prompt_hash
+from rollplex.memory.transfer import to_device
 from rollplex.model.config import ModelConfig
 from rollplex.model.positions import mrope_positions
 
@@ -34,6 +35,8 @@ class PromptInputs:
     video_grid_thw: torch.Tensor | None = None
     second_per_grid_ts: torch.Tensor | None = None
     """float [n]"""
+    host_token_ids: torch.Tensor | None = None
+    """`token_ids` on the host, once those are elsewhere."""
 
     @classmethod
     def from_arrays(
@@ -41,13 +44,16 @@ class PromptInputs:
         config: ModelConfig,
         *,
         token_ids: np.ndarray,
-        pixel_values_images: np.ndarray | None = None,
+        pixel_values_images: np.ndarray | torch.Tensor | None = None,
         image_grid_thw: np.ndarray | None = None,
-        pixel_values_videos: np.ndarray | None = None,
+        pixel_values_videos: np.ndarray | torch.Tensor | None = None,
         video_grid_thw: np.ndarray | None = None,
         second_per_grid_ts: np.ndarray | None = None,
     ) -> PromptInputs:
-        """Check shapes, token range and placeholder counts, and compute positions; float arrays are not copied."""
+        """Check shapes, token range and placeholder counts, and compute positions; float arrays are not copied.
+
+        Pixels may be on a device already; everything else is host memory.
+        """
         tokens = np.asarray(token_ids, dtype=np.int64)
         _check_tokens(tokens, config)
         _check_pixels("image", config, pixel_values_images, image_grid_thw)
@@ -72,20 +78,35 @@ class PromptInputs:
 
     @property
     def last_token(self) -> int:
-        return int(self.token_ids[-1])
+        return int(self._host_tokens[-1])
 
     @property
     def suffix_position(self) -> int:
         """Position of the last prompt token, where every sample's suffix starts (the same on all axes)."""
         return self.token_count - 1 + self.delta
 
+    @property
+    def size_bytes(self) -> int:
+        """Of what is on the model's device."""
+        tensors = (self.token_ids, self.positions, self.pixel_values_images, self.pixel_values_videos)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def to(self, device: torch.device | str) -> PromptInputs:
-        """Tokens and positions on `device`; pixels follow when the tower runs, grids and timing stay on the host."""
-        return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device))
+        """Tokens, positions and pixels on `device`, without waiting for it; what the host reads later (tokens, grids, timing)
+        stays there too."""
+        moved = {name: None if (tensor := getattr(self, name)) is None else to_device(tensor, device)
+                 for name in ("token_ids", "positions", "pixel_values_images", "pixel_values_videos")}
+        host = self._host_tokens
+        return replace(self, **moved, host_token_ids=None if moved["token_ids"] is host else host)
 
     def hash(self) -> str:
-        arrays = (self.token_ids, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)
+        """Of host data alone."""
+        arrays = (self._host_tokens, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)
         return prompt_hash(*arrays)
+
+    @property
+    def _host_tokens(self) -> torch.Tensor:
+        return self.token_ids if self.host_token_ids is None else self.host_token_ids
 
 
 def _check_tokens(tokens: np.ndarray, config: ModelConfig) -> None:
@@ -99,7 +120,9 @@ def _check_tokens(tokens: np.ndarray, config: ModelConfig) -> None:
         )
 
 
-def _check_pixels(kind: str, config: ModelConfig, pixels: np.ndarray | None, grids: np.ndarray | None) -> None:
+def _check_pixels(
+    kind: str, config: ModelConfig, pixels: np.ndarray | torch.Tensor | None, grids: np.ndarray | None
+) -> None:
     if (pixels is None) != (grids is None):
         raise BadInput(f"{kind} pixels and {kind} grid come together or not at all", reason="BAD_MEDIA_GRID")
     if pixels is None:
@@ -107,15 +130,15 @@ def _check_pixels(kind: str, config: ModelConfig, pixels: np.ndarray | None, gri
     vision = config.vision
     channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     patches = int(np.asarray(grids, dtype=np.int64).prod(axis=-1).sum())
-    if pixels.shape != (patches, channels):
+    if tuple(pixels.shape) != (patches, channels):
         raise BadInput(
-            f"{kind} pixels of shape {pixels.shape}; the grid {np.asarray(grids).tolist()} needs {(patches, channels)}",
+            f"{kind} pixels of shape {tuple(pixels.shape)}; the grid {np.asarray(grids).tolist()} needs {(patches, channels)}",
             reason="BAD_MEDIA_GRID",
         )
 
 
-def _tensor(array: np.ndarray | None, dtype: type | None = None) -> torch.Tensor | None:
+def _tensor(array: np.ndarray | torch.Tensor | None, dtype: type | None = None) -> torch.Tensor | None:
     """Shares the array's memory where numpy and torch agree."""
-    if array is None:
-        return None
+    if array is None or isinstance(array, torch.Tensor):
+        return array
     return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))

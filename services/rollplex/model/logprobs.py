@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch.utils.checkpoint import checkpoint
 
 from rollplex.core.errors import BadInput
+from rollplex.memory.transfer import to_device
 from rollplex.model.network import VisionLanguageModel
 
 
@@ -65,7 +66,7 @@ class _VocabularySoftmax:
         ids = torch.arange(self.first, self.first + self.rows, device=self.weight_VD.device)
         self.banned_V = ids >= model.config.vocab_size
         if forbidden is not None and len(forbidden):
-            forbidden = torch.as_tensor(forbidden, dtype=torch.int64, device=ids.device)
+            forbidden = to_device(torch.as_tensor(forbidden, dtype=torch.int64), ids.device)
             self.banned_V |= torch.isin(ids, forbidden)
 
     def __call__(self, hidden_CD: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rollplex.core.aliasing import AliasCase
 from rollplex.core.errors import BadInput, DataLoss
 from rollplex.core.placement import Placement
 from rollplex.model.layout import ActorLayout
-
-IDENTICAL, TRANSPOSED = "identical", "transposed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class ManifestEntry:
     """One rollout parameter."""
 
     name: str
-    alias_case: str
-    """IDENTICAL or TRANSPOSED; the split layout has nothing else."""
+    alias_case: AliasCase
+    """Never INCOMPATIBLE: training holds every parameter split."""
     placement: Placement
     pieces: tuple[Piece, ...]
     """Disjoint; together they are the parameter."""
@@ -47,7 +46,7 @@ def build_manifest(layout: ActorLayout, device: int, slab: str = "") -> tuple[Ma
         pieces = tuple(Piece(segment.name, first + part, by_part[part][segment.name])
                        for segment in tensor.parts for part in range(topology.q)
                        if part_here in layout.destinations(segment.name, part))
-        case = TRANSPOSED if tensor.transposed else IDENTICAL
+        case = AliasCase.TRANSPOSED if tensor.transposed else AliasCase.IDENTICAL
         entries.append(ManifestEntry(name, case, tensor.placement(slab), pieces))
     return tuple(entries)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -18,6 +17,7 @@ from torch import nn
 
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
+from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
 from rollplex.model.parallel import Group, tensor_parallel_group
 from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, rotate
@@ -102,7 +102,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         x_TD = self.copy_in(x_TD)
-        return self.down_proj(F.silu(self.gate_proj(x_TD)[0]) * self.up_proj(x_TD)[0])[0]
+        return self.down_proj(silu_gate(self.gate_proj(x_TD)[0], self.up_proj(x_TD)[0]))[0]
 
 
 class DecoderLayer(nn.Module):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.memory.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class PackedSuffix:
         return self.token_ids.device
 
     def to(self, device: torch.device | str) -> PackedSuffix:
+        """Without waiting for it."""
         tensors = (self.token_ids, self.targets, self.sample_index, self.positions)
-        return PackedSuffix(*(tensor.to(device) for tensor in tensors), self.lengths)
+        return PackedSuffix(*(to_device(tensor, device) for tensor in tensors), self.lengths)
 
     def split(self, per_token: torch.Tensor) -> list[torch.Tensor]:
         """[T] -> one [R_i] a sample."""

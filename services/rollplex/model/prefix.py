@@ -17,6 +17,7 @@ from rollplex.model.activations import HostCopies, Offload, run_checkpointed, ru
 from rollplex.model.attention import causal_attention
 from rollplex.model.boundary import Boundary, KeysValues
 from rollplex.model.inputs import PromptInputs
+from rollplex.model.limited import Limit, run_checkpointed_inside, run_inside
 from rollplex.model.network import VisionLanguageModel
 from rollplex.model.vision import RunBlock, encode
 
@@ -24,7 +25,11 @@ Saved = Literal["keep", "recompute", "offload", "from_inputs"]
 
 
 def prefix_forward(
-    model: VisionLanguageModel, inputs: PromptInputs, saved: Saved = "recompute", offload: Offload | None = None
+    model: VisionLanguageModel,
+    inputs: PromptInputs,
+    saved: Saved = "recompute",
+    offload: Offload | None = None,
+    limit: Limit | None = None,
 ) -> Boundary:
     """The boundary; attached unless autograd is off. `saved` is what waits for the backward pass, all exact:
 
@@ -32,19 +37,25 @@ def prefix_forward(
     recompute    layer inputs; layers run again in the backward pass
     offload      layer inputs, in `offload`'s host storage
     from_inputs  nothing; the whole prefix runs again from the frames
+
+    Under `limit` blocks (the tower's and the decoder's) run on fewer SMs, but for what the backward pass runs, unless every
+    activation is kept.
     """
     if saved not in ("keep", "recompute", "offload", "from_inputs"):
         raise BadInput(f"saved={saved!r}; expected keep, recompute, offload or from_inputs")
+    plain, checkpointed = run_plain, run_checkpointed
+    if limit is not None:
+        plain, checkpointed = partial(run_inside, limit, run_plain), partial(run_checkpointed_inside, limit)
     if not (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
         with torch.no_grad():
-            return Boundary(_keys_values(model, inputs, run_plain))
+            return Boundary(_keys_values(model, inputs, plain))
     if saved == "from_inputs":
         with torch.no_grad():
-            layers = _keys_values(model, inputs, run_plain)
+            layers = _keys_values(model, inputs, plain)
         return Boundary(layers, rebuild=partial(_keys_values, model, inputs, run_checkpointed))
     if saved == "offload":
-        return Boundary(_keys_values(model, inputs, partial(run_offloaded, offload or HostCopies())))
-    return Boundary(_keys_values(model, inputs, run_plain if saved == "keep" else run_checkpointed))
+        return Boundary(_keys_values(model, inputs, partial(run_offloaded, offload or HostCopies(), checkpointed)))
+    return Boundary(_keys_values(model, inputs, plain if saved == "keep" else checkpointed))
 
 
 def _keys_values(model: VisionLanguageModel, inputs: PromptInputs, run: RunBlock) -> KeysValues:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rollplex.model.config import ModelConfig
+from rollplex.model.fused import fused_on_cuda
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, 1, d] with the sign of `rotate` folded into sin."""
@@ -39,12 +40,17 @@ def _paired(angles_Tc: torch.Tensor, dtype: torch.dtype) -> Rope:
     return cos_T1d, sin_T1d
 
 
-def rotate(x_TAd: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """[T, A, d] -> [T, A, d]"""
-    cos, sin = rope
+@fused_on_cuda
+def _rotate(x_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x_TAd * cos + x_TAd.roll(x_TAd.shape[-1] // 2, dims=-1) * sin
 
 
+def rotate(x_TAd: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """[T, A, d] -> [T, A, d]"""
+    return _rotate(x_TAd, *rope)
+
+
+@fused_on_cuda
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Statistics in at least float32; the weight multiplies in the input's dtype, as the published model does."""
     wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))

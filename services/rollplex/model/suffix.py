@@ -25,7 +25,7 @@ def suffix_forward(
     """Final hidden states [T, D]. An attached boundary collects the gradients of its keys and values in its leaves."""
     cut = boundary.attached and torch.is_grad_enabled()
     keys_values = boundary.leaves() if cut else boundary.layers
-    mask = suffix_mask(boundary.token_count, packed.sample_index, model.dtype)
+    mask = suffix_mask(boundary.token_count, packed.sample_index, packed.lengths, model.dtype)
     hidden_TD = model.language_model.embed_tokens(packed.token_ids)
     rope = model.rotary(packed.positions, model.dtype)
     run = run_checkpointed if saved == "recompute" else run_plain

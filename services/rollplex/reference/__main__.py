@@ -6,6 +6,7 @@ import sys
 
 from rollplex.core.entry import arguments, run_service
 from rollplex.reference.config import load_config
+from rollplex.rpc.mps_link import hold_daemon
 
 
 def main() -> None:
@@ -13,6 +14,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="tensor-parallel rank of this process, from 0")
     given = parser.parse_args()
     config = load_config(given.config, given.overrides)
+    # Before the imports below: some ask CUDA for its devices, and a process decides then whether it is a client of MPS.
+    hold_daemon(config.mesh)
     from rollplex.reference.server import serve_forever
 
     serve_forever(config, given.rank)

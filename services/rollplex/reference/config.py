@@ -9,6 +9,8 @@ from pathlib import Path
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.entry import load_sections
 
+WEIGHTS = ("paged", "resident")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSection:
@@ -18,11 +20,19 @@ class ReferenceSection:
     """CPU threads of a forward pass. Another number may change a score in its last bits."""
     suffix_tokens: int = 4096
     """Response tokens of a group in one forward; whole samples, so a single longer one still runs."""
+    weights: str = "paged"
+    """`paged`: in host memory, on a GPU only while it computes with them; `resident`: on the device all the time."""
+    hbm_share_gib: float = 0.0
+    """Of a GPU, what this process's allocator may take at most, pages of weights apart; 0: mesh.hbm_budget_gib."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "suffix_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights is {self.weights!r}; it must be one of {', '.join(WEIGHTS)}")
+        if not self.hbm_share_gib >= 0:
+            raise ValueError(f"hbm_share_gib is {self.hbm_share_gib}; it must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

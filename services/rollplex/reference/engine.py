@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,10 @@ from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
+from rollplex.core.topology import torch_device
 from rollplex.engine.communicator import Communicator
+from rollplex.engine.device import device_errors
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.prompts import PromptReader
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena, Hold
@@ -26,9 +30,11 @@ from rollplex.model import (
     suffix_forward,
     token_logprobs,
 )
-from rollplex.reference.weights import ReferenceWeights
+from rollplex.reference.paging import PagedWeights
+from rollplex.reference.weights import OBJECT_CLASS, ReferenceWeights
 
 BOUNDARY = "boundary_reference"
+Weights = ReferenceWeights | PagedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +56,18 @@ class ReferenceEngine:
     role = "reference"
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
-                 weights: ReferenceWeights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int) -> None:
-        """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model."""
+                 weights: Weights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int, device: str = "host",
+                 residency: str = "paged", prefix_stream: PrefixStream | None = None) -> None:
+        """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model.
+        `device`: Topology.device_name of where it computes; the model is there. `residency`: ReferenceSection.weights."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
-        self._suffix_tokens = suffix_tokens
-        self._arena = Arena(self.role, "host")
+        self._suffix_tokens, self._prefix_stream = suffix_tokens, prefix_stream
+        self.residency = {OBJECT_CLASS: residency}
+        self._device = torch_device(device)
+        self._arena = Arena(self.role, device)
         self._report = ResidencyReport(session, self._arena)
         self._ready: dict[int, ReadyPrefix] = {}
         model.bind(weights.views())
@@ -68,7 +78,8 @@ class ReferenceEngine:
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
-        self._weights.open()
+        with device_errors(Phase.IDLE, "open_run", self._arena.device):
+            self._weights.open()
         self._drop_boundaries()
         self.open_run_name = run
         return work.OpenRunResult(snapshot=snapshot)
@@ -77,7 +88,7 @@ class ReferenceEngine:
         """Notes the number: the reference reads no snapshot. The inode is that of its frozen weights."""
         self._check_open()
         self.bound_snapshot = snapshot
-        return work.BindResult(snapshot, len(self._model.layout.tensors), {"host": self._weights.inode})
+        return work.BindResult(snapshot, len(self._model.layout.tensors), {self._weights.device: self._weights.inode})
 
     @torch.inference_mode()
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
@@ -85,20 +96,20 @@ class ReferenceEngine:
 
         Raises WrongState without an open run, DataLoss for a prompt that is not the coordinator's.
         """
-        with self.communicator.together(Phase.OVERLAP, "materialize_prefix"):
+        with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._check_open()
             hashes = []
-            with self._weights.mapped():
+            with self._weights_there():
                 for done, group in enumerate(groups, start=1):
                     context.check()
                     inputs = self._reader.read(group)
-                    boundary = prefix_forward(self._model, inputs)
+                    boundary = prefix_forward(self._model, inputs.to(self._device), limit=self._prefix_stream)
                     self._release(group.group_index)
                     hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
                     self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
                     hashes.append(inputs.hash())
                     context.progress(done, len(groups), "groups")
-        self._report.send()
+        self._report.at_barrier()
         return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
 
     @torch.inference_mode()
@@ -108,18 +119,18 @@ class ReferenceEngine:
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
         """
-        with self.communicator.together(Phase.SUFFIX, "score_suffix"):
+        with self._together(Phase.SUFFIX, "score_suffix"):
             self._check_open()
             self._check_scorable(groups, temperature)
             samples: list[work.SampleLogprobs] = []
-            with self._weights.mapped():
+            with self._weights_there():
                 for done, group in enumerate(groups, start=1):
                     context.check()
                     samples += self._score(group, temperature)
                     if not keep_boundaries:
                         self._release(group.group_index)
                     context.progress(done, len(groups), "groups")
-        self._report.send()
+        self._report.at_barrier()
         return work.ScoreResult(tuple(samples) if self.rank == 0 else ())
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
@@ -132,21 +143,37 @@ class ReferenceEngine:
     def close(self) -> None:
         self.communicator.close()
         self._drop_boundaries()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._weights.close()
         self._session.close()
+
+    @contextmanager
+    def _together(self, phase: Phase, command: str) -> Iterator[None]:
+        """A command that all ranks execute; the device's errors become ours before they end the communicator."""
+        with self.communicator.together(phase, command), device_errors(phase, command, self._arena.device):
+            yield
+
+    @contextmanager
+    def _weights_there(self) -> Iterator[None]:
+        """Around compute; the ledger has what they take of the device meanwhile."""
+        with self._arena.hold(OBJECT_CLASS, Residency.HBM, self._weights.visiting_bytes), self._weights.mapped():
+            yield
 
     def _score(self, group: work.ResponseGroup, temperature: float) -> list[work.SampleLogprobs]:
         ready = self._ready[group.group_index]
         responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in group.samples]
-        packed = pack_responses(ready.last_token, responses, ready.suffix_position)
-        scored: list[array] = []
+        packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self._device)
+        logprobs: list[torch.Tensor] = []
         for part in packed.micro_batches(self._suffix_tokens):
             hidden_TD = suffix_forward(self._model, ready.boundary, part)
             logp_T, _ = token_logprobs(self._model, hidden_TD, part.targets, temperature=temperature,
                                        forbidden=self._model.config.forbidden_token_ids)
-            scored += [array("f", logp.float().numpy().tobytes()) for logp in part.split(logp_T)]
-        return [work.SampleLogprobs(group.group_index, sample.sample_index, logprobs)
-                for sample, logprobs in zip(group.samples, scored, strict=True)]
+            logprobs.append(logp_T.float())
+        # The host waits for the device once a group.
+        scored = packed.split(torch.cat(logprobs).cpu())
+        return [work.SampleLogprobs(group.group_index, sample.sample_index, array("f", logp.numpy().tobytes()))
+                for sample, logp in zip(group.samples, scored, strict=True)]
 
     def _check_scorable(self, groups: Sequence[work.ResponseGroup], temperature: float) -> None:
         if not temperature > 0:
@@ -171,5 +198,5 @@ class ReferenceEngine:
         released = self._arena.held_bytes(BOUNDARY)
         for group_index in list(self._ready):
             self._release(group_index)
-        self._report.send()
+        self._report.at_barrier()
         return released

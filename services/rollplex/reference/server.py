@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.core.topology import is_cuda
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine import Communicator, PromptReader, layout_hash
+from rollplex.engine import Communicator, PromptReader, layout_hash, use_device
+from rollplex.engine.hbm_share import bound_allocator
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
+from rollplex.memory.drivers import driver_of
 from rollplex.model import (
     ActorLayout,
     Seat,
@@ -18,7 +24,8 @@ from rollplex.model import (
     tensor_parallel_group,
 )
 from rollplex.reference.config import ReferenceConfig
-from rollplex.reference.engine import ReferenceEngine
+from rollplex.reference.engine import ReferenceEngine, Weights
+from rollplex.reference.paging import PagedWeights
 from rollplex.reference.servicer import add_reference
 from rollplex.reference.weights import ReferenceWeights
 from rollplex.rpc.engine_server import serve_engine
@@ -28,21 +35,34 @@ from rollplex.rpc.server import configure_logging, run
 def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count, and after
     init_tensor_parallel(0, 1): ranks meet when they join an epoch."""
-    torch.set_num_threads(config.reference.threads)
-    checkpoint, mesh = config.model.checkpoint, config.mesh
+    section, checkpoint, mesh = config.reference, config.model.checkpoint, config.mesh
+    torch.set_num_threads(section.threads)
     size, topology = mesh.reference_tensor_parallel, mesh.topology
+    device = topology.device_name(rank)
+    computes_on = use_device(device)
+    bound_allocator(computes_on, budget_gib=mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
-    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype),
+    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), computes_on,
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
                                     role="reference")
-    weights = ReferenceWeights(session, model_config, model.layout, checkpoint, rank=rank)
-    reader = PromptReader(session, processor, model_config)
+    weights = open_weights(section.weights, device, session, model, checkpoint, rank)
+    reader = PromptReader(session, processor, model_config, computes_on)
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
-    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s)
+    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
+                                device=str(computes_on))
     return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
-                           suffix_tokens=config.reference.suffix_tokens)
+                           device=device, residency=section.weights, suffix_tokens=section.suffix_tokens,
+                           prefix_stream=open_prefix_stream(mesh, rank))
+
+
+def open_weights(residency: str, device: str, session: BrokerSession, model: VisionLanguageModel, checkpoint: Path, rank: int
+                 ) -> Weights:
+    """`resident`: a slab of the device's own. `paged`: a host slab, which the CPU reads where it lies."""
+    home = device if residency == "resident" else "host"
+    weights = ReferenceWeights(session, model.config, model.layout, checkpoint, rank=rank, device=home)
+    return PagedWeights(weights, driver_of(device)) if is_cuda(device) and home == "host" else weights
 
 
 def serve_forever(config: ReferenceConfig, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The frozen weights in a host slab of their own: loaded once, found after a restart, mapped only around compute."""
+"""The frozen weights in a slab of their own: loaded once, found after a restart."""
 
 from __future__ import annotations
 
@@ -25,17 +25,26 @@ SEAL_BYTES = 32
 
 
 class ReferenceWeights:
-    """One rank's slab. `open` once; then `mapped` around each use. Owner thread only."""
+    """One rank's slab, computed from where it lies: `open` once; then `mapped` around each use. Owner thread only.
+
+    On `host` that is a CPU's way; on a device of its own the weights are resident there. `paging.PagedWeights` brings those of
+    a host slab to a GPU.
+    """
+
+    visiting_bytes = 0
+    """Device memory beside the slab while `mapped`."""
 
     def __init__(self, session: BrokerSession, config: ModelConfig, layout: ActorLayout,
                  checkpoint: Path, *, rank: int = 0, device: str = "host") -> None:
         self.name = f"reference/weights/{device}" + (f"/{rank}" if layout.tp > 1 else "")
-        self.size_bytes = layout.size_bytes + SEAL_BYTES
+        self.layout, self.size_bytes = layout, layout.size_bytes + SEAL_BYTES
         self.was_loaded = False
         """Whether `open` read the checkpoint, rather than finding the slab of an earlier process."""
-        self._session, self._config, self._layout = session, config, layout
-        self._checkpoint, self._rank, self._device = checkpoint, rank, device
-        self._mapped = MappedSlab(driver_of("host"), self.size_bytes)
+        self._session, self._config = session, config
+        self.device = device
+        """Where the slab is."""
+        self._checkpoint, self._rank = checkpoint, rank
+        self._mapped = MappedSlab(driver_of(device), self.size_bytes)
         self._lease: SlabLease | None = None
         self._rollout_views = {name: self._mapped.tensor(place) for name, place in layout.placements("").items()}
         self._seal = self._mapped.tensor(Placement.contiguous("", layout.size_bytes, (SEAL_BYTES,), "uint8"))
@@ -45,19 +54,29 @@ class ReferenceWeights:
         """Of the slab's file; 0 before `open`."""
         return self._lease.slab.inode if self._lease else 0
 
+    @property
+    def address(self) -> int:
+        """First byte of the mapping, page-aligned."""
+        return self._mapped.address
+
     def views(self) -> dict[str, torch.Tensor]:
         """By training name: the same tensors for ever, readable inside `mapped` only."""
-        return self._layout.training_views(self._rollout_views)
+        return self.layout.training_views(self._rollout_views)
+
+    def weight_bytes(self) -> torch.Tensor:
+        """uint8 [layout.size_bytes]: all of them; readable inside `mapped`, or while `held`."""
+        return self._mapped.tensor(Placement.contiguous("", 0, (self.layout.size_bytes,), "uint8"))
 
     def open(self) -> None:
-        """Attaches to a slab with these weights, or creates and fills one. Raises BadInput for a bad checkpoint."""
+        """Attaches to a slab with these weights, or creates and fills one. Raises BadInput for a bad checkpoint, OutOfMemory when
+        the broker has no room."""
         if self._lease is not None and not self._lease.lost:
             return
         fingerprint = self._fingerprint()
         self._ensure_slab()
         self._lease = self._session.lease(self.name, LeaseMode.READ)
         with self.mapped():
-            self.was_loaded = self._seal.numpy().tobytes() != fingerprint
+            self.was_loaded = self._seal.cpu().numpy().tobytes() != fingerprint
         if not self.was_loaded:
             return
         self._release()
@@ -77,10 +96,27 @@ class ReferenceWeights:
         finally:
             self._mapped.unbind()
 
+    def hold(self) -> None:
+        """Maps the slab until `close`, instead of around each use. After `open`, which raises WrongState otherwise.
+
+        Writable, although nobody writes: memory that is to be pinned must be.
+        """
+        if self._lease is None:
+            raise WrongState("the reference weights are not open; open a run first", reason="NO_RUN")
+        self._mapped.unbind()
+        self._release()
+        self._lease = self._session.lease(self.name, LeaseMode.WRITE)
+        self._mapped.bind(self._lease, writable=True)
+
+    @property
+    def held(self) -> bool:
+        """Whether what `hold` mapped is there, and not lost with the broker."""
+        return self._mapped.bound and self._lease is not None and not self._lease.lost
+
     def close(self) -> None:
         """Drops the lease and the addresses; the slab stays with the broker."""
-        self._release()
         self._mapped.close()
+        self._release()
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
@@ -93,21 +129,21 @@ class ReferenceWeights:
             self._session.delete(self.name)
             found = None
         if found is None:
-            self._session.create(self.name, object_class=OBJECT_CLASS, device=self._device, size_bytes=self.size_bytes)
+            self._session.create(self.name, object_class=OBJECT_CLASS, device=self.device, size_bytes=self.size_bytes)
 
     def _load(self, fingerprint: bytes) -> None:
         with self._session.lease(self.name, LeaseMode.WRITE) as lease:
             self._mapped.bind(lease, writable=True)
             try:
                 self._seal.zero_()
-                load_into(self._checkpoint, self._config, self.views(), self._rank, self._layout.tp)
-                self._seal.numpy()[:] = np.frombuffer(fingerprint, dtype=np.uint8)
+                load_into(self._checkpoint, self._config, self.views(), self._rank, self.layout.tp)
+                self._seal.copy_(torch.from_numpy(np.frombuffer(fingerprint, dtype=np.uint8).copy()))
             finally:
                 self._mapped.unbind()
 
     def _fingerprint(self) -> bytes:
         """sha256 over layout, rank and the checkpoint's weight files (path, size, time of change)."""
-        digest = hashlib.sha256(f"{layout_hash(self._config, self._layout)}/{self._rank}".encode())
+        digest = hashlib.sha256(f"{layout_hash(self._config, self.layout)}/{self._rank}".encode())
         for file in sorted(self._checkpoint.resolve().glob("*.safetensors")):
             status = file.stat()
             digest.update(f"{file}:{status.st_size}:{status.st_mtime_ns}\n".encode())

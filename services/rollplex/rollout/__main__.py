@@ -8,6 +8,7 @@ from rollplex.core.entry import arguments, run_service
 from rollplex.core.topology import Topology
 from rollplex.core.visible_gpus import see_only
 from rollplex.rollout.config import load_config
+from rollplex.rpc.mps_link import hold_daemon
 
 
 def main() -> None:
@@ -17,6 +18,8 @@ def main() -> None:
     config = load_config(given.config, given.overrides)
     # Before anything is imported that may ask CUDA.
     see_only_its_gpus(config.mesh.topology, given.replica)
+    # Before the imports below: some ask CUDA for its devices, and a process decides then whether it is a client of MPS.
+    hold_daemon(config.mesh)
     from rollplex.rollout.server import serve_forever
 
     serve_forever(config, given.replica)

@@ -25,14 +25,17 @@ class Batch:
                  pad_token_id: int, members: Sequence[SeededGroup], inputs: Iterable[PromptInputs]) -> None:
         """`inputs` are read while the prompts are prefilled, one at a time."""
         self._decoder, self._sampler = decoder, sampler
-        self._eos, self._pad = np.array(eos_token_ids, dtype=np.int64), pad_token_id
-        limit = sampler.max_response_tokens
+        self._pad = pad_token_id
+        limit, lengths = sampler.max_response_tokens, sampler.lengths
         self._groups = [seeded.group for seeded in members]
         counts = [group.sample_count for group in self._groups]
         self.row_count = sum(counts)
         self._group_of_B = np.repeat(np.arange(len(counts)), counts)
         self._sample_of_B = np.concatenate([np.arange(count) for count in counts])
         self._seeds_B = np.concatenate([seeded.seeds for seeded in members])
+        # End tokens do not end a row whose length is prescribed.
+        self._ends = np.array(eos_token_ids if lengths is None else (), dtype=np.int64)
+        self._limit_B = np.array([limit if lengths is None else lengths.length(seed) for seed in self._seeds_B.tolist()])
         self._done_B = np.zeros(self.row_count, dtype=bool)
         self._tokens_BR = np.empty((self.row_count, limit), dtype=np.int64)
         self._logp_BR = np.empty((self.row_count, limit), dtype=np.float32)
@@ -50,9 +53,8 @@ class Batch:
         tokens_B, logp_B = self._sampler(self._decoder.step(self.state, self._next_B), self._seeds_B, index)
         chosen_B = tokens_B.numpy()
         self._tokens_BR[:, index], self._logp_BR[:, index] = chosen_B, logp_B.numpy()
-        ended_B = np.isin(chosen_B, self._eos)
-        limit_reached = index + 1 == self._sampler.max_response_tokens
-        new_rows = np.flatnonzero((ended_B | limit_reached) & ~self._done_B)
+        ended_B = np.isin(chosen_B, self._ends)
+        new_rows = np.flatnonzero((ended_B | (index + 1 == self._limit_B)) & ~self._done_B)
         finished = [self._sample(row, index + 1, "stop" if ended_B[row] else "length") for row in new_rows]
         self._done_B[new_rows] = True
         if len(new_rows):
@@ -90,6 +92,6 @@ class Batch:
         self._groups = [group for group, keep in zip(self._groups, kept) if keep]
         self._group_of_B = new_number[self._group_of_B[rows]]
         self._sample_of_B, self._seeds_B = self._sample_of_B[rows], self._seeds_B[rows]
-        self._done_B = self._done_B[rows]
+        self._done_B, self._limit_B = self._done_B[rows], self._limit_B[rows]
         self._tokens_BR, self._logp_BR = self._tokens_BR[rows], self._logp_BR[rows]
         self.row_count = len(rows)

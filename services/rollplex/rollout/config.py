@@ -50,9 +50,13 @@ class RolloutSection:
     max_rows: int = 256
     """Samples decoded at once; a group is never split, so a single larger group still runs. Ignored in deterministic
     mode, which decodes one group at a time."""
+    hbm_share_gib: float = 0.0
+    """Of a GPU, what this process's allocator may take at most, keys and values included, slabs apart; 0: mesh.hbm_budget_gib."""
     vllm: VllmSection = field(default_factory=VllmSection)
 
     def __post_init__(self) -> None:
+        if not self.hbm_share_gib >= 0:
+            raise ValueError(f"hbm_share_gib is {self.hbm_share_gib}; it must be at least 0")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         for name in ("threads", "max_rows"):

@@ -1,4 +1,5 @@
-"""Rollout on devices of its own (schedule `disaggregated`): the snapshot copied there, shard by shard, after each update.
+"""Rollout on devices of its own (schedule `disaggregated`), or sharing none of the trainer's weights on the same device (ablation
+`no_weight_sharing`): the snapshot copied there, shard by shard, after each update.
 
 A replica's copy is an actor of its own to the broker, with the same states: VALID(k) is read, TORN while it is overwritten, so
 what decodes (this process or its workers) never sees a half of k + 1, and a copy that broke off is made again.
@@ -36,15 +37,27 @@ class SnapshotCopies:
 
     def __init__(self, session: BrokerSession, shards: Sequence[ShardCopy]) -> None:
         self._session, self._shards = session, tuple(shards)
+        self.elsewhere = all(shard.source != shard.target for shard in self._shards)
+        """On devices that the trainer has nothing on."""
+        self.opened = False
+        """Whether the run's snapshot is to be copied."""
         self._run, self._name = "", ""
 
-    def open(self, run: str) -> None:
-        """Chooses the run; copies of earlier ones on these devices are deleted. Nothing may be bound there."""
-        self._run, self._name = run, copy_name(run, self._session.process)
-        wanted, devices = set(self._targets), {shard.target for shard in self._shards}
+    def open(self, run: str, *, wanted: bool = True) -> str:
+        """Chooses the run, whose snapshot is copied if `wanted`; copies of earlier ones on these devices are deleted. Nothing may
+        be bound there. Returns the run under which the slabs to bind are found."""
+        self._run, self._name, self.opened = run, copy_name(run, self._session.process), wanted
+        kept, devices = set(self._targets) if wanted else set(), {shard.target for shard in self._shards}
         for slab in self._session.list_slabs("runs/"):
-            if slab.object_class == OBJECT_CLASS and slab.device in devices and slab.name not in wanted:
+            own = slab.object_class == OBJECT_CLASS and slab.role == self._session.role
+            if own and slab.device in devices and slab.name not in kept:
                 self._session.delete(slab.name)
+        return self._place if wanted else run
+
+    @property
+    def _place(self) -> str:
+        """Beside the trainer's slabs a copy needs names of its own."""
+        return self._run if self.elsewhere else self._name
 
     def bring(self, context: work.WorkContext, snapshot: int) -> int:
         """Makes the copy VALID at `snapshot`; bytes that were copied, 0 when it was. Nothing may be bound there.
@@ -69,7 +82,7 @@ class SnapshotCopies:
 
     @property
     def _targets(self) -> list[str]:
-        return [actor_slab(self._run, shard.target) for shard in self._shards]
+        return [actor_slab(self._place, shard.target) for shard in self._shards]
 
     def _held(self) -> tuple[SnapshotState, int] | None:
         try:
@@ -79,7 +92,7 @@ class SnapshotCopies:
         return SnapshotState(found.state), found.snapshot
 
     def _create(self) -> None:
-        kept = {slab.name for slab in self._session.list_slabs(f"runs/{self._run}/")}
+        kept = {slab.name for slab in self._session.list_slabs(f"runs/{self._place}/")}
         for shard, name in zip(self._shards, self._targets):
             if name in kept:
                 self._session.delete(name)

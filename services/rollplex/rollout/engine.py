@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rollplex.core import work
-from rollplex.core.config import RunConfig
+from rollplex.core.config import AblationConfig, RunConfig
 from rollplex.core.errors import Aborted, BadInput, WrongState
 from rollplex.core.ids import sample_seed
 from rollplex.rollout.copies import SnapshotCopies
@@ -121,20 +121,24 @@ class RolloutEngine:
 
     role, rank = "rollout", 0
 
-    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1, copies: SnapshotCopies | None = None) -> None:
-        """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: of a replica on devices of its own."""
+    def __init__(self, tokens: TokenEngine, tensor_parallel_size: int = 1, copies: SnapshotCopies | None = None,
+                 kv_pool_bytes: int = 0) -> None:
+        """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: for when it does not share the trainer's
+        slabs. `kv_pool_bytes`: of a device, what `tokens` sets aside for keys and values; 0: what the samples need."""
         self.layout_hash, self.tensor_parallel_size = tokens.layout_hash, tensor_parallel_size
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens, self._copies = tokens, copies
+        self.kv_pool_bytes, self._ablation = kv_pool_bytes, AblationConfig()
 
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
         self._leave()
+        place = run
         if self._copies is not None:
-            self._copies.open(run)
-        self._tokens.open(run)
-        self.open_run_name = run
+            place = self._copies.open(run, wanted=self._copies.elsewhere or config.ablation.no_weight_sharing)
+        self._tokens.open(place)
+        self.open_run_name, self._ablation = run, config.ablation
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
@@ -169,7 +173,7 @@ class RolloutEngine:
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""
         with self._left_when_broken():
-            released = self._tokens.release_kv()
+            released = 0 if self._ablation.rollout_resident else self._tokens.release_kv()
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
@@ -179,7 +183,7 @@ class RolloutEngine:
 
     def _bring(self, context: work.WorkContext, snapshot: int) -> int:
         """Bytes copied to devices of its own; 0 where they are the trainer's."""
-        if self._copies is None or snapshot == self.bound_snapshot:
+        if self._copies is None or not self._copies.opened or snapshot == self.bound_snapshot:
             return 0
         self._leave()
         return self._copies.bring(context, snapshot)

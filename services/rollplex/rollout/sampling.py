@@ -30,12 +30,16 @@ def uniforms(seeds_B: np.ndarray, token_index: int) -> np.ndarray:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises BadInput for a temperature or a limit that no engine samples with."""
+    """Raises BadInput for a temperature, a limit or lengths that no engine samples with."""
     if not sampling.greedy and not sampling.temperature > 0:
         raise BadInput(f"temperature is {sampling.temperature}; it must be above 0", reason="BAD_SAMPLING")
     if sampling.max_response_tokens < 1:
         raise BadInput(f"max_response_tokens is {sampling.max_response_tokens}; it must be at least 1",
                        reason="BAD_SAMPLING")
+    try:
+        _ = sampling.lengths
+    except ValueError as error:
+        raise BadInput(str(error), reason="BAD_SAMPLING") from error
 
 
 class TokenSampler:
@@ -44,6 +48,7 @@ class TokenSampler:
     def __init__(self, sampling: Sampling, forbidden_token_ids: Sequence[int]) -> None:
         check_sampling(sampling)
         self.max_response_tokens = sampling.max_response_tokens
+        self.lengths = sampling.lengths
         self._greedy = sampling.greedy
         self._temperature = 1.0 if sampling.greedy else sampling.temperature
         self._forbidden = torch.tensor(sorted(forbidden_token_ids), dtype=torch.int64)

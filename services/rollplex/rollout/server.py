@@ -7,7 +7,9 @@ import importlib.util
 import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.core.topology import torch_device
 from rollplex.data.processor import PromptProcessor
+from rollplex.engine.hbm_share import bound_allocator
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.model import ActorLayout, ModelConfig, init_tensor_parallel, read_model_config
@@ -22,6 +24,8 @@ from rollplex.rollout.workers import Workers, process_name
 from rollplex.rpc.engine_server import serve_engine
 from rollplex.rpc.server import configure_logging, run
 
+GIB = 1 << 30
+
 
 def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
     """Everything behind the servicer. Call it on the owner thread, where torch keeps its thread count; the `torch` engine with
@@ -30,7 +34,9 @@ def build_engine(config: RolloutConfig, replica: int) -> RolloutEngine:
     model = read_model_config(config.model.checkpoint)
     processor = PromptProcessor.load(config.model.checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     tokens, session = build(config, replica, model, processor)
-    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, session))
+    _bound_allocator(config, replica, 0)
+    pool = round(config.rollout.vllm.kv_cache_gib * GIB) if config.rollout.engine == "vllm" else 0
+    return RolloutEngine(tokens, config.mesh.rollout_tensor_parallel, snapshot_copies(config, replica, session), pool)
 
 
 def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, processor: PromptProcessor
@@ -47,11 +53,9 @@ def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, proces
     return TorchEngine(ranks, reader, model, max_rows=config.rollout.max_rows), shard.session
 
 
-def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies | None:
-    """For a replica on devices of its own; None where it shares the trainer's."""
+def snapshot_copies(config: RolloutConfig, replica: int, session: BrokerSession) -> SnapshotCopies:
+    """To devices of its own, or beside the trainer's slabs, if the run asks for that."""
     topology = config.mesh.topology
-    if not topology.own_replicas:
-        return None
     pairs = zip(topology.source(replica), topology.replica_devices(replica))
     return SnapshotCopies(session, [ShardCopy(topology.device_name(source), topology.device_name(own)) for source, own in pairs])
 
@@ -82,7 +86,16 @@ def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
     model, session = read_model_config(config.model.checkpoint), _connect(config, process_name(replica, rank))
     topology = config.mesh.topology
     layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
+    if rank:
+        _bound_allocator(config, replica, rank)
     return RankShard(session, model, layout, topology.device_name(topology.replica_devices(replica)[rank]))
+
+
+def _bound_allocator(config: RolloutConfig, replica: int, rank: int) -> None:
+    """Of the process that is this rank. vLLM's further ranks are processes of its own, without this bound."""
+    topology = config.mesh.topology
+    device = torch.device(torch_device(topology.device_name(topology.replica_devices(replica)[rank])))
+    bound_allocator(device, budget_gib=config.mesh.hbm_budget_gib, share_gib=config.rollout.hbm_share_gib)
 
 
 def _connect(config: RolloutConfig, process: str) -> BrokerSession:

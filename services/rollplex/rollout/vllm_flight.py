@@ -48,7 +48,10 @@ class Flight:
             raise BadInput(f"temperature is {sampling.temperature}; vLLM samples at {LEAST_TEMPERATURE} or above",
                            reason="BAD_SAMPLING")
         self._engine, self._sampling = engine, sampling
-        self._stops, self._forbidden = list(stop_token_ids), {token: -math.inf for token in forbidden_token_ids}
+        self._lengths = sampling.lengths
+        # End tokens do not end a sample whose length is prescribed.
+        self._stops = [] if self._lengths else list(stop_token_ids)
+        self._forbidden = {token: -math.inf for token in forbidden_token_ids}
         self._growing: dict[str, Growing] = {}
         self._unstarted = 0
         """Samples in flight without a token."""
@@ -98,10 +101,11 @@ class Flight:
         self._unstarted = 0
 
     def _params(self, seed: int) -> SamplingParams:
+        limit = self._lengths.length(seed) if self._lengths else self._sampling.max_response_tokens
         return SamplingParams(
             temperature=0.0 if self._sampling.greedy else self._sampling.temperature,
             # torch's generators take 63 bits everywhere.
-            seed=seed >> 1, max_tokens=self._sampling.max_response_tokens,
+            seed=seed >> 1, max_tokens=limit,
             # Only these end a response, and they stay in it: the checkpoint's other defaults do not apply.
             ignore_eos=True, stop_token_ids=self._stops, logit_bias=self._forbidden,
             # 0: the sampled token's own, nothing besides. Text is never made here: it was nine tenths of a step.

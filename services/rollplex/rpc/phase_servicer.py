@@ -45,6 +45,7 @@ class PhaseEngine(Protocol):
     """Empty when no run is open."""
     bound_snapshot: int
     """-1 when none is bound."""
+    # Optional, for the plan of an iteration: `residency: Mapping[str, str]` and `kv_pool_bytes: int`, as JoinResponse has them.
 
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult: ...
@@ -113,7 +114,8 @@ class PhaseServicer(phase_service_pb2_grpc.PhaseServiceServicer):
             instance_id=self._host.instance_id, role=engine.role, rank=engine.rank,
             tensor_parallel_size=engine.tensor_parallel_size, open_run=engine.open_run_name,
             bound_snapshot=engine.bound_snapshot, pid=os.getpid(), layout_hash=engine.layout_hash,
-            next_sequence=self._host.board.next_sequence)
+            next_sequence=self._host.board.next_sequence, residency=getattr(engine, "residency", {}),
+            kv_pool_bytes=getattr(engine, "kv_pool_bytes", 0))
 
     async def StartOpenRun(self, request: phase_service_pb2.StartOpenRunRequest,
                            context: aio.ServicerContext) -> types_pb2.StartResponse:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rollplex.core.ids import actor_slab
-from rollplex.core.topology import Topology
+from rollplex.core.topology import Topology, torch_device
 from rollplex.engine import ActorMapping
 from rollplex.memory.client import BrokerSession
 from rollplex.model import ActorLayout, ModelConfig, load_into
@@ -76,7 +76,9 @@ class ActorSlabs:
                 state.set_master(name, self._layout.stored(name, part))
 
         shards = self._layout.rollout_shards
-        views = _OneAtATime({name: shard.shape for name, shard in shards.items()}, getattr(torch, state.layout.dtype), store)
+        # On a GPU the file's own bytes cross the bus, and are converted, cut and sent back to the host state from there.
+        device, dtype = torch_device(self.device), getattr(torch, state.layout.dtype)
+        views = _OneAtATime({name: shard.shape for name, shard in shards.items()}, dtype, device, store)
         self.own.bind_for_update(None)
         try:
             load_into(checkpoint, config, views, self._shard, self._layout.tp, shards=shards)
@@ -89,9 +91,9 @@ class ActorSlabs:
 class _OneAtATime(Mapping[str, torch.Tensor]):
     """Views for load_into that exist only while they are filled: a whole full-precision copy would double the model."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype,
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: str,
                  store: Callable[[str, torch.Tensor], None]) -> None:
-        self._shapes, self._dtype, self._store = shapes, dtype, store
+        self._shapes, self._dtype, self._device, self._store = shapes, dtype, device, store
         self._filling: tuple[str, torch.Tensor] | None = None
 
     def flush(self) -> None:
@@ -102,7 +104,7 @@ class _OneAtATime(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         self.flush()
-        self._filling = (name, torch.empty(self._shapes[name], dtype=self._dtype))
+        self._filling = (name, torch.empty(self._shapes[name], dtype=self._dtype, device=self._device))
         return self._filling[1]
 
     def __iter__(self) -> Iterator[str]:

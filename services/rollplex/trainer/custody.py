@@ -1,24 +1,31 @@
 """A trainer rank's slabs at the broker: optimizer state, flip log, gradients. They outlive the process.
 
+Gradients are in host memory for as long as the run is open, or on the device from the first suffix to the end of the update.
+
 A new run: `delete_earlier`, `create_slabs`, RunState(new=True), ActorSlabs.load. After a restart: RunState(new=False) alone.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
+from rollplex.core.topology import is_cuda, is_host
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.drivers import driver_of
+from rollplex.memory.host_registration import HostRegistration
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ActorLayout, VisionLanguageModel, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
 from rollplex.trainer.gradients import GradientBuffer
 from rollplex.trainer.optimizer_state import OptimizerState, StateLayout
+
+Held = TypeVar("Held", "HeldSlab", "VisitingSlab")
 
 
 def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayout:
@@ -34,47 +41,135 @@ def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayo
 class HeldSlab:
     """A slab mapped writable under an exclusive lease for as long as the run is open."""
 
-    def __init__(self, session: BrokerSession, name: str, size_bytes: int) -> None:
-        """Raises WrongState when the slab has another size."""
+    def __init__(self, session: BrokerSession, name: str, size_bytes: int, *, registered: bool = False) -> None:
+        """`registered`: host memory that a GPU copies from and to. Raises WrongState when the slab has another size,
+        OutOfMemory when it cannot be pinned."""
         self._lease: SlabLease = session.lease(name, LeaseMode.WRITE)
-        found = self._lease.slab.size_bytes
-        if found != size_bytes:
-            self._lease.release()
-            raise WrongState(f"slab {name} has {found} bytes; this configuration needs {size_bytes}: it was laid out for "
-                             "other trainable parameters, chunk_elements or dtype", reason="STATE_LAYOUT_MISMATCH")
-        self._mapped = MappedSlab(driver_of("host"), size_bytes)
+        _check_size(self._lease, size_bytes)
+        device = self._lease.slab.device
+        self._mapped = MappedSlab(driver_of(device), size_bytes)
         self._mapped.bind(self._lease, writable=True)
+        try:
+            pinned = registered and is_host(device)
+            self._registration = HostRegistration(self._mapped.address, size_bytes) if pinned else None
+        except BaseException:
+            self._mapped.close()
+            self._lease.release()
+            raise
         self.bytes = self._mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8"))
         """uint8 [size_bytes]"""
 
     def close(self) -> None:
         """Unmaps, then drops the lease; the slab stays with the broker. Views must not be touched any more."""
+        if self._registration is not None:
+            self._registration.close()
         self._mapped.close()
         self._lease.release()
+
+
+class VisitingSlab:
+    """A device's slab that is there from `back` to `drop`, at addresses that never change. One left by an earlier process is
+    taken up as it is."""
+
+    def __init__(self, session: BrokerSession, name: str, object_class: str, size_bytes: int, device: str, run: str) -> None:
+        """Raises WrongState when an earlier process left it in another size."""
+        self._session, self.name, self._size = session, name, size_bytes
+        self._created = {"object_class": object_class, "device": device, "size_bytes": size_bytes, "run": run}
+        self._mapped = MappedSlab(driver_of(device), size_bytes)
+        self._lease: SlabLease | None = None
+        self.bytes = self._mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8"))
+        """uint8 [size_bytes]; touching it is a fault while the slab is away."""
+        if any(slab.name == name for slab in session.list_slabs(name)):
+            try:
+                self._take()
+            except BaseException:
+                self._mapped.close()
+                raise
+
+    @property
+    def backed(self) -> bool:
+        return self._lease is not None
+
+    def back(self) -> None:
+        """New memory of zeros, in the broker's custody. Idempotent. Raises OutOfMemory with the ledger's table."""
+        if not self.backed:
+            self._session.create(self.name, **self._created)
+            self._take()
+
+    def drop(self) -> None:
+        """Gives the memory back to the device. Idempotent."""
+        if self.backed:
+            self._leave()
+            self._session.delete(self.name)
+
+    def close(self) -> None:
+        """A slab that is there stays with the broker."""
+        self._leave()
+        self._mapped.close()
+
+    def _take(self) -> None:
+        lease = self._session.lease(self.name, LeaseMode.WRITE)
+        _check_size(lease, self._size)
+        self._mapped.bind(lease, writable=True)
+        self._lease = lease
+
+    def _leave(self) -> None:
+        self._mapped.unbind()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
 
 class RunState:
     """An open run's optimizer state and gradient buffer."""
 
-    def __init__(self, session: BrokerSession, model: VisionLanguageModel, layout: StateLayout, run: str, *,
-                 new: bool) -> None:
+    def __init__(self, session: BrokerSession, model: VisionLanguageModel, layout: StateLayout, run: str, *, new: bool,
+                 device: str = "host", gradients: str = "host") -> None:
+        """`device`: the rank's. `gradients`: TrainerSection.gradients, `hbm` or `host`."""
         self.layout = layout
-        sizes = slab_sizes(layout)
-        self._held: list[HeldSlab] = []
+        sizes, on_gpu = slab_sizes(layout), is_cuda(device)
+        names = {what: state_slab(run, model.tp_rank, what) for what in sizes}
+        self._held: list[HeldSlab | VisitingSlab] = []
+        self._visiting: VisitingSlab | None = None
         try:
-            for what in ("optimizer", "flips", "gradients"):
-                self._held.append(HeldSlab(session, state_slab(run, model.tp_rank, what), sizes[what]))
-            state, flips, gradients = (held.bytes for held in self._held)
+            state = self._hold(HeldSlab(session, names["optimizer"], sizes["optimizer"], registered=on_gpu)).bytes
+            flips = self._hold(HeldSlab(session, names["flips"], sizes["flips"])).bytes
+            if gradients == "hbm":
+                self._visiting = VisitingSlab(session, names["gradients"], "gradients", sizes["gradients"], device, run)
+                flat = self._hold(self._visiting).bytes
+            else:
+                flat = self._hold(HeldSlab(session, names["gradients"], sizes["gradients"], registered=on_gpu)).bytes
             self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)), new=new)
-            self.gradients = GradientBuffer(layout, gradients, model)
+            self.gradients = GradientBuffer(layout, flat, model)
         except BaseException:
             self._release()
             raise
         self.gradients.attach()
 
+    @property
+    def gradients_present(self) -> bool:
+        """The gradient buffer may be touched."""
+        return self._visiting is None or self._visiting.backed
+
+    def admit_gradients(self) -> None:
+        """The gradient buffer is there, zero if it was not before. Raises OutOfMemory with the ledger's table."""
+        if self._visiting is not None:
+            self._visiting.back()
+
+    def discard_gradients(self) -> None:
+        """What was summed is gone, and the device's memory with it."""
+        if self._visiting is not None:
+            self._visiting.drop()
+        else:
+            self.gradients.zero()
+
     def close(self) -> None:
         self.gradients.detach()
         self._release()
+
+    def _hold(self, slab: Held) -> Held:
+        self._held.append(slab)
+        return slab
 
     def _release(self) -> None:
         while self._held:
@@ -85,12 +180,27 @@ def slab_sizes(layout: StateLayout) -> dict[str, int]:
     return {"optimizer": layout.size_bytes, "flips": log_bytes(len(layout.chunks)), "gradients": layout.gradient_bytes}
 
 
-def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, device: str, run: str) -> None:
-    """Zero-filled slabs of a new run: the device's actor and the rank's own."""
+def create_slabs(session: BrokerSession, rank: int, layout: StateLayout, actor: ActorLayout, device: str, run: str,
+                 gradients: str = "host", state_device: str = "host") -> None:
+    """Zero-filled slabs of a new run: the device's actor and the rank's own, but for gradients that visit the device.
+    `state_device`: where master weights and moments lie."""
     session.create(actor_slab(run, device), object_class="actor_snapshot", device=device, size_bytes=actor.size_bytes, run=run)
     for what, size_bytes in slab_sizes(layout).items():
+        if what == "gradients" and gradients == "hbm":
+            continue
         object_class = "gradients" if what == "gradients" else "optimizer_state"
-        session.create(state_slab(run, rank, what), object_class=object_class, size_bytes=size_bytes, run=run)
+        session.create(state_slab(run, rank, what), object_class=object_class, size_bytes=size_bytes, run=run,
+                       device=state_device if what == "optimizer" else "host")
+
+
+def _check_size(lease: SlabLease, size_bytes: int) -> None:
+    """Raises WrongState, the lease dropped, when the slab has another size."""
+    found = lease.slab.size_bytes
+    if found != size_bytes:
+        name = lease.slab.name
+        lease.release()
+        raise WrongState(f"slab {name} has {found} bytes; this configuration needs {size_bytes}: it was laid out for "
+                         "other trainable parameters, chunk_elements or dtype", reason="STATE_LAYOUT_MISMATCH")
 
 
 def delete_earlier(session: BrokerSession, rank: int, size: int) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from rollplex.core import work
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
-from rollplex.engine import Communicator, PromptReader, layout_hash
+from rollplex.core.residency import Residency
+from rollplex.core.topology import is_cuda, torch_device
+from rollplex.engine import Communicator, PromptReader, device_errors, finish_work, layout_hash, release_cached
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
@@ -37,16 +43,20 @@ class TrainerEngine:
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel, actor: ActorSlabs,
                  checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
-                 check_hashes: bool = False) -> None:
+                 gradients: str = "host", check_hashes: bool = False, prefix_stream: PrefixStream | None = None) -> None:
+        """`gradients`: where they lie, `hbm` or `host` (TrainerSection.gradients)."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
         self.layout_hash = layout_hash(model.config, model.layout)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
         self._checkpoint, self._check_hashes = checkpoint, check_hashes
         self._chunk_tokens, self._pool_bytes = logprob_chunk_tokens, offload_pool_bytes
+        self.residency = {"gradients": gradients}
+        self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
-        self._prefixes = Prefixes(model, self._arena)
+        self._prefix_stream = prefix_stream
+        self._prefixes = Prefixes(model, self._arena, prefix_stream)
         self._views = actor.views()
         self._config = RunConfig()
         self._state: custody.RunState | None = None
@@ -67,22 +77,29 @@ class TrainerEngine:
         for another config, Aborted while others still lease an earlier run's actor.
         """
         self._close_run()
-        layout = custody.plan_state(self._model, config.optimizer)
-        if not attach:
-            custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
-            custody.create_slabs(self._session, self.rank, layout, self._model.layout, self._actor.device, run)
-        self._state = custody.RunState(self._session, self._model, layout, run, new=not attach)
-        self._actor.open(run)
-        self._config = config
-        if not attach:
-            self._actor.load(self._checkpoint, self._model.config, self._state.optimizer)
-        if config.saved_activations == "offload":
-            self._pool = PinnedPool.create(self._session, state_slab(run, self.rank, "offload"), self._pool_bytes, run=run)
+        with device_errors(Phase.IDLE, "open_run", self._actor.device):
+            self._open_slabs(run, config, attach)
         self._stage = GradientStage.INHERITED if attach else GradientStage.EMPTY
         self.open_run_name = run
         self._report.send()
         whole = sum(math.prod(shard.full_shape) for shard in self._model.shards.values())
         return work.OpenRunResult(self._actor.own.slab, self._model.layout.size_bytes, snapshot if attach else 0, whole)
+
+    def _open_slabs(self, run: str, config: RunConfig, attach: bool) -> None:
+        device, layout = self._actor.device, custody.plan_state(self._model, config.streamed_optimizer)
+        if not attach:
+            custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
+            custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
+                                 device if config.ablation.no_state_offload else "host")
+        self._state = custody.RunState(self._session, self._model, layout, run, new=not attach, device=device,
+                                       gradients=self._gradients_at)
+        self._actor.open(run)
+        self._config = config
+        if not attach:
+            self._actor.load(self._checkpoint, self._model.config, self._state.optimizer)
+        if config.saved_activations == "offload":
+            self._pool = PinnedPool.create(self._session, state_slab(run, self.rank, "offload"), self._pool_bytes, run=run,
+                                           registered=is_cuda(device))
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
         """Maps the snapshot for reading behind the parameters; boundaries of another snapshot are dropped."""
@@ -92,7 +109,7 @@ class TrainerEngine:
         inode = self._actor.own.bind(snapshot)
         self.bound_snapshot = snapshot
         if self._check_hashes:
-            with self.communicator.together(Phase.UPDATE, "bind_snapshot"):
+            with self._together(Phase.UPDATE, "bind_snapshot"):
                 check_replicas(self._model.layout, self.communicator.all_gather(manifest_hashes(self._actor.own.views())))
         return work.BindResult(snapshot, len(self._model.layout.tensors), {self._actor.device: inode})
 
@@ -113,7 +130,7 @@ class TrainerEngine:
 
         Raises WrongState while no snapshot is bound or an update is half applied, DataLoss for a prompt unlike the coordinator's.
         """
-        with self.communicator.together(Phase.OVERLAP, "materialize_prefix"):
+        with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._require_bound()
             self._require_whole()
             self._prefixes.release_all()
@@ -134,7 +151,7 @@ class TrainerEngine:
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without boundary, before scoring any.
         """
-        with self.communicator.together(Phase.SUFFIX, "score_suffix"):
+        with self._together(Phase.SUFFIX, "score_suffix"):
             self._require_bound()
             if not temperature > 0:
                 raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
@@ -158,13 +175,14 @@ class TrainerEngine:
         touching any group, WrongState for one without boundary or once the gradient has been measured, and BadInput for
         responses that `check_responses` refuses.
         """
-        with self.communicator.together(Phase.SUFFIX, "train_suffix"):
+        with self._together(Phase.SUFFIX, "train_suffix"):
             self._require_bound()
             if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
                 raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
                                  reason="GRADIENT_STAGE", stage=self._stage.value)
             ordered = sorted(groups, key=lambda group: group.group_index)
             self._check_responses(ordered)
+            self._require_state().admit_gradients()
             self._stage = GradientStage.SUMMING
             runner, metrics = self._runner(), MetricSums()
             for done, group in enumerate(ordered, start=1):
@@ -180,11 +198,13 @@ class TrainerEngine:
 
         Raises WrongState for gradients that an earlier process left unfinished.
         """
-        with self.communicator.together(Phase.UPDATE, "measure_gradient"):
+        with self._together(Phase.UPDATE, "measure_gradient"):
             state = self._require_state()
             if self._stage is GradientStage.INHERITED:
                 raise WrongState("the gradients of an earlier process may be incomplete; redo the prefixes and suffixes",
                                  reason="GRADIENT_STAGE", stage=self._stage.value)
+            state.admit_gradients()
+            state.gradients.settle()
             if self._stage is GradientStage.SUMMING:
                 state.gradients.sum_replicas()
                 if self._check_hashes and self.tensor_parallel_size > 1:
@@ -210,6 +230,9 @@ class TrainerEngine:
         if not repeated and self._stage not in (GradientStage.MEASURED, GradientStage.INHERITED):
             raise WrongState(f"the gradient buffer is {self._stage}; measure it before the update",
                              reason="GRADIENT_STAGE", stage=self._stage.value)
+        if not repeated and not state.gradients_present:
+            raise WrongState("the gradients of an earlier process are gone; redo the prefixes and suffixes",
+                             reason="GRADIENT_STAGE", stage=self._stage.value)
         self._prefixes.release_all()
         self.bound_snapshot = -1
         self._actor.bind_for_update(order.update_epoch)
@@ -219,11 +242,16 @@ class TrainerEngine:
             context.check()
 
         try:
-            update = StreamedUpdate(state.optimizer, state.gradients, self._actor.targets(), self._config.optimizer)
-            result = update.run(order, after_chunk)
+            with device_errors(Phase.UPDATE, "apply_update", self._actor.device):
+                update = StreamedUpdate(state.optimizer, state.gradients, self._actor.targets(), self._config.optimizer,
+                                        self._device)
+                with self._arena.hold("optimizer_state", Residency.HBM, update.working_bytes):
+                    result = update.run(order, after_chunk)
+                del update
         finally:
             self._actor.unbind()
         self._discard_gradients()
+        release_cached(self._device)
         self._report.send()
         return result
 
@@ -232,7 +260,7 @@ class TrainerEngine:
 
         Raises BadInput when `path` exists and is not an empty directory.
         """
-        with self.communicator.together(Phase.IDLE, "export_checkpoint"):
+        with self._together(Phase.IDLE, "export_checkpoint"):
             self._require_bound()
             size_bytes = export.write(self._checkpoint, path, self._model, self._views)
         return work.CheckpointResult(str(path), size_bytes)
@@ -243,6 +271,7 @@ class TrainerEngine:
         if leave_snapshot:
             self._actor.unbind()
             self.bound_snapshot = -1
+        release_cached(self._device)
         self._report.send()
         return work.QuiesceResult(released)
 
@@ -250,6 +279,8 @@ class TrainerEngine:
         """Slabs stay with the broker."""
         self.communicator.close()
         self._close_run()
+        if self._prefix_stream is not None:
+            self._prefix_stream.close()
         self._actor.close()
         self._session.close()
 
@@ -264,9 +295,17 @@ class TrainerEngine:
         if pool is not None:
             pool.close()
 
+    @contextmanager
+    def _together(self, phase: Phase, command: str) -> Iterator[None]:
+        """A command that all ranks execute; the device's errors become ours before they end the communicator."""
+        with self.communicator.together(phase, command), device_errors(phase, command, self._actor.device):
+            yield
+            finish_work(self._device)
+
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens)
+                            self._config.suffix_micro_batch_samples, self._chunk_tokens,
+                            self._config.suffix_activations)
 
     def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
         for group in groups:
@@ -275,7 +314,7 @@ class TrainerEngine:
 
     def _discard_gradients(self) -> None:
         if self._stage is not GradientStage.EMPTY:
-            self._require_state().gradients.zero()
+            self._require_state().discard_gradients()
             self._stage = GradientStage.EMPTY
 
     def _require_state(self) -> custody.RunState:

@@ -1,7 +1,8 @@
 """One flat gradient buffer a rank, in the dtype of the optimizer state, accumulated over groups until UPDATE.
 
-Where the model has that dtype, a parameter's `.grad` IS its view of the buffer; otherwise (bfloat16 actor, float32 buffer) a
-hook adds every finished gradient to the view, so that sums over groups are never rounded to the actor's dtype.
+Where the model has that dtype and lies in the same memory, a parameter's `.grad` IS its view of the buffer; otherwise (bfloat16
+actor, float32 buffer; or a GPU's gradients in host memory) a hook adds every finished gradient to the view, so that sums over
+groups are never rounded to the actor's dtype.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from rollplex.core.errors import DataLoss
 from rollplex.model import VisionLanguageModel
+from rollplex.trainer.host_sums import PIECE_ELEMENTS, HostSums
 from rollplex.trainer.optimizer_state import StateLayout
 
 
@@ -29,17 +31,23 @@ class GradientStage(StrEnum):
 
 
 class GradientBuffer:
-    """`attach` and `detach` are the pair; the buffer's bytes belong to a slab."""
+    """`attach` and `detach` are the pair; the buffer's bytes belong to a slab, which need not be there between mini-batches."""
 
     def __init__(self, layout: StateLayout, slab: torch.Tensor, model: VisionLanguageModel) -> None:
         self._layout, self._model = layout, model
+        self._device = model.head_weight.device
         flat = slab[:slab.numel() // 8 * 8].view(getattr(torch, layout.dtype))
         self.flat = flat[:layout.element_count]
         """[trainable elements], chunk after chunk."""
+        self._flat_of: dict[str, torch.Tensor] = {}
         self.views, start = {}, 0
         for name, count in layout.element_counts:
-            self.views[name] = _as_stored(model, name, self.flat[start:start + count])
+            self._flat_of[name] = self.flat[start:start + count]
+            self.views[name] = _as_stored(model, name, self._flat_of[name])
             start += count
+        self.apart = lies_apart(self.flat, self._device)
+        """The buffer is in host memory, the model on a GPU."""
+        self._sums = HostSums(self._device) if self.apart else None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self) -> None:
@@ -50,20 +58,34 @@ class GradientBuffer:
             parameter.requires_grad_(view is not None)
             if view is None:
                 continue
-            if view.dtype == parameter.dtype:
+            if self._sums is not None:
+                transposed = view.dim() == 2 and not view.is_contiguous()
+                hook = partial(_add_on_host, self._sums, self._flat_of[name], transposed)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            elif view.dtype == parameter.dtype:
                 parameter.grad = view
             else:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_to, view)))
 
     def detach(self) -> None:
+        self.settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for parameter in self._model.parameters():
             parameter.grad = None
 
+    def settle(self) -> None:
+        """Every gradient is in the buffer."""
+        if self._sums is not None:
+            self._sums.settle()
+
     def zero(self) -> None:
-        self.flat.zero_()
+        if self._sums is None:
+            self.flat.zero_()
+        else:
+            self._sums.zero(self.flat)
+            self._sums.settle()
 
     def chunk(self, index: int) -> torch.Tensor:
         """The gradient of a chunk's elements."""
@@ -76,7 +98,7 @@ class GradientBuffer:
             shard = self._model.shards[name]
             if shard.axis is None or not shard.replicated:
                 continue
-            whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=view.device)
+            whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=self._device)
             shard.take(whole, self._model.tp_rank).copy_(view)
             dist.all_reduce(whole, group=self._model.group)
             view.copy_(shard.take(whole, self._model.tp_rank))
@@ -86,6 +108,7 @@ class GradientBuffer:
         names = [name for name in self.views if self._model.shards[name].axis is None]
         words = [self.views[name].contiguous().view(-1).view(torch.int32) for name in names]
         sums = torch.stack([part.sum(dtype=torch.int64) for part in words]) if words else torch.zeros(0, dtype=torch.int64)
+        sums = sums.to(self._device)
         least, most = sums.clone(), sums.clone()
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._model.group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._model.group)
@@ -94,14 +117,23 @@ class GradientBuffer:
                            f"{', '.join(differing[:5])}", reason="REPLICAS_DIFFER")
 
     def norm(self) -> float:
-        """L2 norm over all ranks in float64, each element of the whole model counted once; not finite if any is not."""
-        total = torch.zeros((), dtype=torch.float64)
-        for name, view in self.views.items():
-            if self._model.shards[name].first_holder(self._model.tp_rank):
-                total += torch.linalg.vector_norm(view, dtype=torch.float64).square().cpu()
+        """L2 norm over all ranks in float64, each element of the whole model counted once; not finite if any is not.
+
+        The host waits once, for the result.
+        """
+        pieces = [piece for name, flat in self._flat_of.items() if self._model.shards[name].first_holder(self._model.tp_rank)
+                  for piece in flat.split(PIECE_ELEMENTS)]
+        # Piece by piece: the float64 that torch makes of its argument would be twice the buffer.
+        squares = [torch.linalg.vector_norm(piece.to(self._device, non_blocking=True), dtype=torch.float64).square()
+                   for piece in pieces]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
         if self._model.tp_size > 1:
             dist.all_reduce(total, group=self._model.group)
         return math.sqrt(value) if math.isfinite(value := float(total)) else value
+
+
+def lies_apart(flat: torch.Tensor, device: torch.device) -> bool:
+    return flat.device.type != device.type
 
 
 def _as_stored(model: VisionLanguageModel, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -114,3 +146,8 @@ def _as_stored(model: VisionLanguageModel, name: str, flat: torch.Tensor) -> tor
 def _add_to(view: torch.Tensor, parameter: torch.Tensor) -> None:
     view.add_(parameter.grad)
     parameter.grad = None
+
+
+def _add_on_host(sums: HostSums, flat: torch.Tensor, transposed: bool, parameter: torch.Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    sums.add(flat, (gradient.t() if transposed else gradient).reshape(-1))

@@ -24,6 +24,7 @@ import torch
 from rollplex.core.config import LossConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.work import LossScale
+from rollplex.memory.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Tokens:
 
     def per_token(self, values_N: torch.Tensor) -> torch.Tensor:
         """[N] -> [T]"""
-        counts = torch.tensor(self.lengths, device=values_N.device)
+        counts = to_device(torch.tensor(self.lengths), values_N.device)
         return torch.repeat_interleave(values_N, counts, output_size=sum(self.lengths))
 
     def sample_sums(self, values_T: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Tokens:
 
     def length_tensor(self) -> torch.Tensor:
         """[N] in the log-probabilities' dtype."""
-        return torch.tensor(self.lengths, dtype=self.logprobs.dtype, device=self.logprobs.device)
+        return to_device(torch.tensor(self.lengths, dtype=self.logprobs.dtype), self.logprobs.device)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Training metrics as sums over tokens, merged over micro-batches and groups, under the names of verl and TRL.
 
+They stay where the tokens are until somebody asks for numbers, so that a group's work is ordered without waiting for the GPU.
+
 Legend: T tokens.
 """
 
@@ -13,6 +15,8 @@ import torch
 
 from rollplex.trainer.loss import Losses, Tokens
 
+_SUM, _MAX, _MIN = range(3)
+
 
 @dataclass
 class MetricSums:
@@ -25,6 +29,8 @@ class MetricSums:
     rollout_token_count: int = 0
     """Tokens whose rollout log-probability is known."""
     sample_count: int = 0
+    pending: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)
+    """(_SUM, _MAX or _MIN, name, scalar) in order, not in the dicts above yet."""
 
     @torch.no_grad()
     def add(self, tokens: Tokens, losses: Losses, weights_T: torch.Tensor) -> None:
@@ -47,22 +53,22 @@ class MetricSums:
             self._extremes("importance", losses.importance)
 
     def merge(self, other: MetricSums) -> None:
-        for name, value in other.sums.items():
-            self.sums[name] += value
-        for name, value in other.maxima.items():
-            self.maxima[name] = max(value, self.maxima.get(name, -math.inf))
-        for name, value in other.minima.items():
-            self.minima[name] = min(value, self.minima.get(name, math.inf))
+        """Adds `other`'s, settled or not."""
+        for kind, values in ((_SUM, other.sums), (_MAX, other.maxima), (_MIN, other.minima)):
+            for name, value in values.items():
+                self._count(kind, name, value)
+        self.pending += other.pending
         self.token_count += other.token_count
         self.rollout_token_count += other.rollout_token_count
         self.sample_count += other.sample_count
 
     def result(self) -> dict[str, float]:
-        """Metrics by public name.
+        """Metrics by public name; the host waits here for what they are made of.
 
         actor/pg_loss and actor/kl_loss are shares of the mini-batch's loss and add up over commands; the rest are means (or
         extremes) over tokens, to be weighted by actor/token_count. Empty without a token.
         """
+        self._settle()
         if not self.token_count:
             return {}
         count = self.token_count
@@ -115,8 +121,23 @@ class MetricSums:
         }
 
     def _sum(self, name: str, values_T: torch.Tensor) -> None:
-        self.sums[name] += float(values_T.sum(dtype=torch.float64))
+        self.pending.append((_SUM, name, values_T.sum(dtype=torch.float64)))
 
     def _extremes(self, name: str, values_T: torch.Tensor) -> None:
-        self.maxima[name] = max(float(values_T.max()), self.maxima.get(name, -math.inf))
-        self.minima[name] = min(float(values_T.min()), self.minima.get(name, math.inf))
+        self.pending.append((_MAX, name, values_T.max().double()))
+        self.pending.append((_MIN, name, values_T.min().double()))
+
+    def _settle(self) -> None:
+        """One transfer, whatever has been added."""
+        pending, self.pending = self.pending, []
+        values = torch.stack([scalar for _, _, scalar in pending]).tolist() if pending else []
+        for (kind, name, _), value in zip(pending, values, strict=True):
+            self._count(kind, name, value)
+
+    def _count(self, kind: int, name: str, value: float) -> None:
+        if kind == _SUM:
+            self.sums[name] += value
+        elif kind == _MAX:
+            self.maxima[name] = max(value, self.maxima.get(name, -math.inf))
+        else:
+            self.minima[name] = min(value, self.minima.get(name, math.inf))

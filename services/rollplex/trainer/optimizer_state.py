@@ -98,8 +98,8 @@ class OptimizerState:
         Raises WrongState when an earlier process left it unfinished, or laid out for other parameters, chunks or dtype.
         """
         self.layout, self._log = layout, log
-        self._header = memoryview(slab.numpy())
-        magic, _, digest = _HEADER.unpack(self._header[:_HEADER.size])
+        self._header = slab[:_HEADER.size]
+        magic, _, digest = self._read_header()
         if not new and (magic != _MAGIC or digest != layout.digest):
             raise WrongState("the optimizer state was never finished, or laid out for other trainable parameters, "
                              "chunk_elements or dtype; attach with the run's own configuration",
@@ -114,16 +114,18 @@ class OptimizerState:
     @property
     def optimizer_step(self) -> int:
         """Of the last update that went through."""
-        return _HEADER.unpack(self._header[:_HEADER.size])[1]
+        return self._read_header()[1]
 
     def finish_step(self, optimizer_step: int) -> None:
         """All chunks are at this step; 0: the master weights are loaded."""
-        self._header[:_HEADER.size] = _HEADER.pack(_MAGIC, optimizer_step, self.layout.digest)
+        packed = bytearray(_HEADER.pack(_MAGIC, optimizer_step, self.layout.digest))
+        self._header.copy_(torch.frombuffer(packed, dtype=torch.uint8))
 
     @property
     def interrupted(self) -> bool:
         """Some chunk has been updated past the last finished step."""
-        return any(flip.optimizer_step > self.optimizer_step for flip in self._log.flips)
+        finished = self.optimizer_step
+        return any(flip.optimizer_step > finished for flip in self._log.flips)
 
     def step_of(self, chunk: int) -> int:
         return self._log.flips[chunk].optimizer_step
@@ -132,9 +134,11 @@ class OptimizerState:
         """[3, elements of the chunk]: its valid master and moments."""
         return self._slots[self._log.flips[chunk].slot, :, :self.layout.chunks[chunk].element_count]
 
-    def spare(self, chunk: int) -> tuple[int, torch.Tensor]:
-        """A free slot, and its part [3, elements] for this chunk. It stays free until `flip`."""
-        return self._free[0], self._slots[self._free[0], :, :self.layout.chunks[chunk].element_count]
+    def spare(self, chunk: int, ahead: int = 0) -> tuple[int, torch.Tensor]:
+        """A free slot, and its part [3, elements] for this chunk. It stays free until `flip`; `ahead`: chunks that have got one
+        and have not been flipped yet (they flip in the same order)."""
+        slot = self._free[ahead]
+        return slot, self._slots[slot, :, :self.layout.chunks[chunk].element_count]
 
     def flip(self, chunk: int, slot: int, optimizer_step: int) -> None:
         """Commits what was written to `slot`; the chunk's old slot becomes spare."""
@@ -142,6 +146,10 @@ class OptimizerState:
         self._log.record(chunk, slot, optimizer_step)
         self._free.remove(slot)
         self._free.append(old)
+
+    def _read_header(self) -> tuple[bytes, int, bytes]:
+        """Also of a slab that a GPU holds."""
+        return _HEADER.unpack(self._header.cpu().numpy().tobytes())
 
     def set_master(self, name: str, values: torch.Tensor) -> None:
         """Writes a parameter's initial master weights, of its local shape, into the chunks that hold it."""

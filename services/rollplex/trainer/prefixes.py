@@ -8,7 +8,7 @@ from rollplex.core.errors import WrongState
 from rollplex.core.residency import Residency
 from rollplex.memory.arena import Arena, Hold
 from rollplex.memory.pinned_pool import PinnedPool
-from rollplex.model import Boundary, PromptInputs, VisionLanguageModel, prefix_forward
+from rollplex.model import Boundary, Limit, PromptInputs, VisionLanguageModel, prefix_forward
 from rollplex.trainer.saved_bytes import SavedBytes
 
 BOUNDARY = "boundary_trainer"
@@ -28,8 +28,9 @@ class ReadyPrefix:
 class Prefixes:
     """`add` and `release` are the pair, by group_index."""
 
-    def __init__(self, model: VisionLanguageModel, arena: Arena) -> None:
-        self._model, self._arena = model, arena
+    def __init__(self, model: VisionLanguageModel, arena: Arena, limit: Limit | None = None) -> None:
+        """`limit`: rollplex.model.prefix_forward's."""
+        self._model, self._arena, self._limit = model, arena, limit
         self._ready: dict[int, ReadyPrefix] = {}
 
     @property
@@ -49,9 +50,11 @@ class Prefixes:
         counter = SavedBytes(self._model.parameters())
         pool_before = pool.used_bytes if pool is not None else 0
         with counter.counting():
-            boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool)
+            boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._limit)
+        # What the prefix runs again from waits where it will be needed.
+        kept_bytes = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
         holds = [self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes),
-                 self._arena.hold(ACTIVATIONS, Residency.HBM, counter.size_bytes)]
+                 self._arena.hold(ACTIVATIONS, Residency.HBM, kept_bytes)]
         if pool is not None:
             holds.append(self._arena.hold(ACTIVATIONS, Residency.PINNED, pool.used_bytes - pool_before))
         self._ready[group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, tuple(holds))

@@ -6,7 +6,9 @@ import torch
 
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine import Communicator, PromptReader
+from rollplex.engine import Communicator, PromptReader, use_device
+from rollplex.engine.hbm_share import bound_allocator
+from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     ActorLayout,
@@ -32,20 +34,23 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     topology = config.mesh.topology
     size = topology.train_tp
     torch.set_num_threads(section.threads)
+    device = use_device(topology.device_name(rank))
+    bound_allocator(device, budget_gib=config.mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
-    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), layout=layout,
+    model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), device, layout=layout,
                                 group=Seat(rank, size) if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
                                     role="trainer")
-    reader = PromptReader(session, processor, model_config)
+    reader = PromptReader(session, processor, model_config, device)
     actor = ActorSlabs(session, layout, topology, rank)
     communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
-                                timeout_s=config.mesh.collective_timeout_s)
+                                timeout_s=config.mesh.collective_timeout_s, device=str(device))
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
-                         check_hashes=section.check_hashes)
+                         gradients=section.gradient_place(topology.device_kind), check_hashes=section.check_hashes,
+                         prefix_stream=open_prefix_stream(config.mesh, rank))
 
 
 def serve_forever(config: TrainerConfig, rank: int) -> None:

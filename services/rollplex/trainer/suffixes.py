@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from rollplex.core.errors import BadInput
 from rollplex.core.residency import Residency
 from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs
 from rollplex.memory.arena import Arena
+from rollplex.memory.transfer import to_device
 from rollplex.model import ModelConfig, VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
@@ -37,16 +39,19 @@ class SuffixRunner:
     micro_batch_samples: int
     chunk_tokens: int
     """Tokens whose logits exist at once."""
+    saved: Literal["keep", "recompute"]
+    """RunConfig.suffix_activations."""
 
     @torch.no_grad()
     def score(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
         """Log-probabilities of every sample, by the same micro-batches as `train`, so that both agree to the last bit."""
-        scored = []
+        parts: list[torch.Tensor] = []
         for samples in self._micro_batches(group):
-            parts, _ = self._forward(ready, samples, temperature, with_entropy=False)
-            scored += [SampleLogprobs(group.group_index, sample.sample_index, array("f", part.float().tolist()))
-                       for sample, part in zip(samples, parts, strict=True)]
-        return scored
+            parts += self._forward(ready, samples, temperature, with_entropy=False)[0]
+        # The one place where the host waits for the group.
+        scored = torch.cat(parts).float().cpu().split([len(part) for part in parts])
+        return [SampleLogprobs(group.group_index, sample.sample_index, array("f", part.numpy().tobytes()))
+                for sample, part in zip(group.samples, scored, strict=True)]
 
     def train(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
         """Adds the gradient of the group's share of the mini-batch's loss, suffixes first, then once through the prefix."""
@@ -77,8 +82,8 @@ class SuffixRunner:
                  ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probabilities and entropies, one [R_i] a sample each."""
         responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in samples]
-        packed = pack_responses(ready.last_token, responses, ready.suffix_position)
-        hidden_TD = suffix_forward(self.model, ready.boundary, packed)
+        packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self.model.head_weight.device)
+        hidden_TD = suffix_forward(self.model, ready.boundary, packed, self.saved)
         logp_T, entropy_T = token_logprobs(
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
@@ -99,9 +104,10 @@ def _tokens(samples: Sequence[ResponseSample], logprobs: Sequence[torch.Tensor],
         arrays = [getattr(sample, name) for sample in samples]
         if arrays[0] is None:
             return None
-        return torch.cat([torch.frombuffer(values, dtype=torch.float32) for values in arrays]).to(logp_T)
+        values_T = torch.cat([torch.frombuffer(values, dtype=torch.float32) for values in arrays])
+        return to_device(values_T.to(logp_T.dtype), logp_T.device)
 
-    advantages_N = torch.tensor([sample.advantage for sample in samples], dtype=logp_T.dtype, device=logp_T.device)
+    advantages_N = to_device(torch.tensor([sample.advantage for sample in samples], dtype=logp_T.dtype), logp_T.device)
     return Tokens(logp_T, advantages_N, tuple(len(sample.token_ids) for sample in samples),
                   old_logprobs=joined("old_logprobs"), reference_logprobs=joined("reference_logprobs"),
                   rollout_logprobs=joined("rollout_logprobs"), entropy=torch.cat(list(entropies)))

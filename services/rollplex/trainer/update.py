@@ -1,9 +1,10 @@
 """The streamed update: AdamW chunk by chunk, each committed by its flip record, each cast into the slabs that rollout reads.
 
 Protocol: update-protocol.md, "Order inside UPDATE", 4. A chunk goes load -> AdamW -> write-back to a spare slot -> flip ->
-cast. `run` may be interrupted anywhere and called again, by this process or its successor, with the same order: chunks whose
-flip is on record are only cast again, the others are computed from their old slot and the gradient buffer, which changes
-only after the last flip. The result is bit-identical to an unbroken run.
+cast; on a GPU neighbouring chunks are in different steps at the same time (chunk_pipeline.py), each in this order. `run` may be
+interrupted anywhere and called again, by this process or its successor, with the same order: chunks whose flip is on record are
+only cast again, the others are computed from their old slot and the gradient buffer, which changes only after the last flip.
+The result is bit-identical to an unbroken run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import WrongState
 from rollplex.core.work import UpdateOrder, UpdateResult
 from rollplex.model import module_of
+from rollplex.trainer.chunk_pipeline import ChunkPipeline, pipeline_for
 from rollplex.trainer.gradients import GradientBuffer
 from rollplex.trainer.optimizer_state import OptimizerState
 
@@ -33,15 +35,27 @@ class Segment:
 
 
 class StreamedUpdate:
-    """One update of one rank."""
+    """One update of one rank, computed on `device`: a host, or the GPU that the targets are on."""
 
     def __init__(self, state: OptimizerState, gradients: GradientBuffer, targets: Mapping[str, Sequence[torch.Tensor]],
-                 config: OptimizerConfig) -> None:
+                 config: OptimizerConfig, device: torch.device | str = "cpu") -> None:
         """`targets`: by training name, flat, one a slab that the parameter goes to; writable for as long as `run` lasts."""
         self._state, self._gradients, self._config = state, gradients, config
         self._targets = targets
         self._one_dimensional = {name for name, view in gradients.views.items() if view.dim() < 2}
         self._rates = config.module_learning_rates()
+        self._device = torch.device(device)
+        self._loads_gradients = gradients.apart
+        self._unflipped: dict[int, int] = {}
+        """Slot by chunk, of write-backs under way."""
+        self._dtype = getattr(torch, state.layout.dtype)
+        rows = 4 if self._loads_gradients else 3
+        self._pipeline: ChunkPipeline = pipeline_for(self._device, rows, state.layout.slot_elements, self._dtype)
+
+    @property
+    def working_bytes(self) -> int:
+        """On the device, whatever the model's size."""
+        return self._pipeline.peak_bytes(max((chunk.element_count for chunk in self._state.layout.chunks), default=0))
 
     def run(self, order: UpdateOrder, after_chunk: Callable[[int, int], None] = lambda done, total: None) -> UpdateResult:
         """Brings every chunk to `order.optimizer_step` and the actor with it. `after_chunk(done, total)` may raise.
@@ -50,20 +64,34 @@ class StreamedUpdate:
         """
         state, chunks = self._state, self._state.layout.chunks
         self._check_step(order.optimizer_step)
-        item_bytes = torch.empty(0, dtype=getattr(torch, state.layout.dtype)).element_size()
+        self._pipeline.begin()
+        self._unflipped.clear()
+        count, lag = len(chunks), self._pipeline.lag
+        work: dict[int, torch.Tensor] = {}
+        stale = {index for index in range(count) if state.step_of(index) != order.optimizer_step}
         moved = peak = 0
-        for index, chunk in enumerate(chunks):
-            if state.step_of(index) != order.optimizer_step:
-                work = self._load(index)
-                self._compute(index, work, order)
-                slot = self._write_back(index, work)
-                state.flip(index, slot, order.optimizer_step)
-                size_bytes = 3 * chunk.element_count * item_bytes
-                moved, peak = moved + 2 * size_bytes, max(peak, size_bytes)
-            self._cast(index)
-            after_chunk(index + 1, len(chunks))
+        try:
+            for place in range(count + 2 * lag if count else 0):
+                if place < count:
+                    work[place] = self._load(place)
+                if (index := place - lag) in work and index in stale:
+                    self._compute(index, work[index], order)
+                    self._unflipped[index] = self._write_back(index, work[index])
+                if (index := place - 2 * lag) not in work:
+                    continue
+                if index in stale:
+                    self._pipeline.wait_written(index)
+                    state.flip(index, self._unflipped.pop(index), order.optimizer_step)
+                    elements = chunks[index].element_count
+                    moved += 2 * 3 * elements * self._dtype.itemsize
+                    peak = max(peak, self._pipeline.peak_bytes(elements))
+                self._cast(index, work.pop(index)[0])
+                after_chunk(index + 1, count)
+        finally:
+            # Nothing may still be read or written once slabs are unmapped, or the order is given again.
+            self._pipeline.drain()
         state.finish_step(order.optimizer_step)
-        return UpdateResult(len(chunks), moved, peak)
+        return UpdateResult(count, moved, peak)
 
     def _check_step(self, wanted: int) -> None:
         finished = self._state.optimizer_step
@@ -72,31 +100,37 @@ class StreamedUpdate:
                              optimizer_step=finished)
 
     def _load(self, index: int) -> torch.Tensor:
-        """[3, elements] in working memory."""
-        return self._state.current(index).clone()
+        """[3, elements] in working memory; with the gradient as a fourth row where that lies elsewhere."""
+        rows = list(self._state.current(index))
+        if self._loads_gradients:
+            rows.append(self._gradients.chunk(index))
+        return self._pipeline.load(index, rows)
 
     def _compute(self, index: int, work: torch.Tensor, order: UpdateOrder) -> None:
-        gradient = self._gradients.chunk(index) * order.clip_coefficient
-        for segment in self._segments(index):
-            part = slice(segment.start, segment.stop)
-            adamw_(work[0, part], work[1, part], work[2, part], gradient[part], self._config,
-                   learning_rate=segment.learning_rate * order.learning_rate_factor, weight_decay=segment.weight_decay,
-                   step=order.optimizer_step)
+        with self._pipeline.computing(index):
+            gradient = (work[3] if self._loads_gradients else self._gradients.chunk(index)) * order.clip_coefficient
+            for segment in self._segments(index):
+                part = slice(segment.start, segment.stop)
+                adamw_(work[0, part], work[1, part], work[2, part], gradient[part], self._config,
+                       learning_rate=segment.learning_rate * order.learning_rate_factor, weight_decay=segment.weight_decay,
+                       step=order.optimizer_step)
 
     def _write_back(self, index: int, work: torch.Tensor) -> int:
         """Fills a spare slot and returns its number."""
-        slot, target = self._state.spare(index)
-        target.copy_(work)
+        slot, target = self._state.spare(index, ahead=len(self._unflipped))
+        self._pipeline.write_back(index, work[:3], target)
         return slot
 
-    def _cast(self, index: int) -> None:
-        """Master weights into every slab that holds them, in the actor's dtype."""
-        master, offset = self._state.current(index)[0], 0
-        for span in self._state.layout.chunks[index].spans:
-            size = span.stop - span.start
-            for target in self._targets[span.name]:
-                target[span.start:span.stop].copy_(master[offset:offset + size])
-            offset += size
+    def _cast(self, index: int, master: torch.Tensor) -> None:
+        """Master weights, the committed ones still in working memory, into every slab that holds them, in the actor's dtype."""
+        offset = 0
+        with self._pipeline.computing(index):
+            for span in self._state.layout.chunks[index].spans:
+                size = span.stop - span.start
+                for target in self._targets[span.name]:
+                    target[span.start:span.stop].copy_(master[offset:offset + size], non_blocking=True)
+                offset += size
+        self._pipeline.done(index)
 
     def _segments(self, index: int) -> list[Segment]:
         """Spans joined where learning rate and weight decay agree; biases and norms (1-D) do not decay."""
@@ -119,12 +153,13 @@ def adamw_(master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad
     """AdamW (arXiv 1711.05101, alg. 2) as torch.optim.AdamW computes it, in place on flat tensors of one dtype.
 
     One rounding an operation: torch's fused addcmul and addcdiv round differently in vector lanes and in the remainder of a
-    loop, and the result would depend on where a chunk begins.
+    loop, and the result would depend on where a chunk begins. So a GPU gives a CPU's bits, too; a division by a number would
+    not: CUDA multiplies by its reciprocal, a CPU divides.
     """
     if weight_decay:
         master.mul_(1 - learning_rate * weight_decay)
     first.add_((gradient - first).mul_(1 - config.beta1))
     second.mul_(config.beta2).add_(gradient.square().mul_(1 - config.beta2))
-    scale = math.sqrt(1 - config.beta2**step)
-    denominator = second.sqrt().div_(scale).add_(config.epsilon)
+    scale = 1 / math.sqrt(1 - config.beta2**step)
+    denominator = second.sqrt().mul_(scale).add_(config.epsilon)
     master.sub_((first / denominator).mul_(learning_rate / (1 - config.beta1**step)))

@@ -52,7 +52,9 @@ async def test_an_iteration_goes_through_its_phases_and_publishes(mesh):
     assert mesh.trainer.bound_snapshot == 1
     for name in ("reward", "reward_std", "rewards/stub/mean", "rewards/stub/accuracy/mean", "completions/mean_length",
                  "timing_s/step", "perf/throughput", "actor/pg_loss", "actor/grad_norm", "actor/lr",
-                 "frac_reward_zero_std", "response_length/mean", "rollplex/overlap/window_s"):
+                 "frac_reward_zero_std", "response_length/mean", "rollplex/overlap/window_s", "timing_s/ready",
+                 "timing_s/release_kv", "timing_s/leave_snapshot", "timing_s/grad_norm", "timing_s/write_weights",
+                 "timing_s/bind"):
         assert math.isfinite(done.metrics[name]), name
     assert done.metrics["rewards/stub/mean"] == 0.5
     for name, value in {"prefill_s": 0.25, "decode_s": 0.5, "decode_steps": 2, "decode_batch": 12}.items():

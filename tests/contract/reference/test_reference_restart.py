@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
+import numpy as np
 import pytest
+from noted_stream import NotedStream
+from reference_rig import expected, materialize, respond, score
 from safetensors.torch import load_file, save_file
 
 from rollplex.core.config import ModelSection
@@ -79,3 +82,19 @@ def test_other_weights_are_not_taken_for_ours(mesh, serve_reference, loads, tmp_
         client.open_run()
         assert client.bind(0).bound_parameters > 0
     assert loads == [mesh.checkpoint, other, other]
+
+
+def test_prefix_blocks_run_on_the_stream_that_the_policy_gives(mesh, serve_reference, monkeypatch):
+    group = mesh.prompts.group("text", 0)
+    stream = NotedStream()
+    monkeypatch.setattr("rollplex.reference.server.open_prefix_stream", lambda section, ordinal: stream)
+    with serve_reference() as reference:
+        reference.open_run()
+        materialize(reference, [group])
+        blocks = stream.entered
+        assert blocks == mesh.oracle.config.layer_count
+        scored = score(reference, [respond(group)])
+        for values, sample in zip(expected(mesh, group, respond(group)), scored.samples, strict=True):
+            np.testing.assert_allclose(np.array(sample.logprobs), values, atol=1e-4)
+        assert stream.entered == blocks
+    assert stream.closed

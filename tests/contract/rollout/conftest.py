@@ -48,16 +48,22 @@ def engine_name(request):
 
 
 @pytest.fixture(scope="module")
+def dtype():
+    """Of the actor; a module may have another."""
+    return "float32"
+
+
+@pytest.fixture(scope="module")
 def tolerance(engine_name):
     """Of log-probabilities in float32, against the trainer's on a CPU. vLLM's attention for it on a GPU multiplies in TF32."""
     return {"torch-cuda": 1e-3, "vllm-cuda": 2e-2}.get(engine_name, 1e-4)
 
 
 @pytest.fixture(scope="module")
-def mesh(engine_name, tmp_path_factory):
+def mesh(engine_name, dtype, tmp_path_factory):
     topology, replica = REPLICAS.get(engine_name, (Topology(), 0))
     folders = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("mesh", numbered=True)
-    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica) as made:
+    with actor_mesh(save_tiny(folders[0]), folders[1], topology, replica, dtype=dtype) as made:
         yield made
 
 

@@ -107,6 +107,23 @@ def test_a_copy_follows_the_updates(trainer, rollout, monkeypatch):
     update(trainer, 3)  # no lease on the trainer's slabs is left
 
 
+def test_a_copy_beside_the_trainers_slabs(trainer, rollout):
+    """Ablation `no_weight_sharing`."""
+    copies = SnapshotCopies(rollout, [ShardCopy(shard.source, shard.source) for shard in SHARDS])
+    place = copies.open(RUN)
+    assert not copies.elsewhere and place != RUN
+    assert copies.bring(Context(), 0) == 2 * SIZE
+    update(trainer, 1)
+    assert copies.bring(Context(), 1) == 2 * SIZE
+    for index, shard in enumerate(SHARDS):
+        with rollout.lease(actor_slab(place, shard.source), LeaseMode.READ, snapshot=1) as lease:
+            assert Path(f"/proc/self/fd/{lease.fd}").read_bytes() == content(1, index)
+    counts = {row.role: row.size_bytes for row in rollout.ledger().rows if row.device == "host:0"}
+    assert counts == {"trainer": SIZE, "rollout": SIZE}
+    assert copies.open("next", wanted=False) == "next"
+    assert {slab.role for slab in rollout.list_slabs()} == {"trainer"}, "a run that shares leaves no copy behind"
+
+
 def test_a_copy_that_broke_off_is_torn_and_made_again(trainer, rollout):
     copies = opened(rollout)
     copies.bring(Context(), 0)

@@ -71,12 +71,13 @@ def serve(mesh, run):
 
 @pytest.fixture
 def spawn(mesh, run, tmp_path):
-    """spawn() as (client, process): a trainer process of its own; ended with SIGTERM unless it has ended before."""
+    """spawn("key=value", ...) as (client, process): a trainer process; ended with SIGTERM unless it has ended before."""
     @contextmanager
-    def spawned():
+    def spawned(*overrides: str):
         file = tmp_path / "mesh.toml"
         file.write_text(to_toml(to_plain(mesh.config) | {"rollout": {"threads": 1}}))
         command = [sys.executable, "-m", "rollplex.trainer", "--config", str(file), "--set", "trainer.threads=1"]
+        command += [part for override in overrides for part in ("--set", override)]
         process = subprocess.Popen(command)
         try:
             client = TrainerClient(mesh.section.address(NAME), mesh.session, run)

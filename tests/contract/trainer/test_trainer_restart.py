@@ -39,16 +39,19 @@ def test_attach_to_nothing_is_not_found(serve):
         client.open(config(), attach=True, snapshot=0)
 
 
-def test_killed_in_suffix_and_before_the_update(spawn, groups, unbroken):
-    """A process killed with half of its gradient summed, then one killed after UPDATE_BEGIN; nothing is lost."""
-    with spawn() as (client, process):
+@pytest.mark.parametrize("gradients", ["host", "hbm"])
+def test_killed_in_suffix_and_before_the_update(spawn, groups, unbroken, gradients):
+    """A process killed with half of its gradient summed, then one killed after UPDATE_BEGIN; nothing is lost, wherever the
+    gradients are."""
+    place = f"trainer.gradients={gradients}"
+    with spawn(place) as (client, process):
         client.open(config())
         client.bind(0)
         client.materialize(groups, 0)
         client.train(respond(groups, seed=0)[:2], 0)
         process.send_signal(signal.SIGKILL)
         process.wait(20)
-    with spawn() as (client, process):
+    with spawn(place) as (client, process):
         client.open(config(), attach=True, snapshot=0)
         client.bind(0)
         client.iterate(groups, 0)
@@ -59,9 +62,11 @@ def test_killed_in_suffix_and_before_the_update(spawn, groups, unbroken):
         epoch = client.begin(1)
         process.send_signal(signal.SIGKILL)
         process.wait(20)
-    with spawn() as (client, _):
+    with spawn(place) as (client, _):
         client.open(config(), attach=True, snapshot=1)
         client.apply(work.UpdateOrder(epoch, clip, 1.0, 2), 1)
         client.session.publish_snapshot(client.run, epoch, 2)
         client.bind(2)
         assert client.actor_bytes(2) == unbroken
+        left = [slab.name for slab in client.session.list_slabs(f"runs/{client.run}/") if slab.object_class == "gradients"]
+        assert bool(left) == (gradients == "host")

@@ -31,6 +31,18 @@ def test_set_before_and_after_the_command_both_count(tmp_path, capsys):
     assert (plain["train"]["iterations"], plain["run"]["seed"]) == (7, 3)
 
 
+def test_options_stand_between_a_command_and_its_action_too(tmp_path, monkeypatch, capsys):
+    arguments = build_parser().parse_args(["--set", "a.b=1", "reward", "--json", "--set", "a.b=2", "list", "--set", "a.b=3"])
+    assert arguments.json
+    assert (arguments.overrides, arguments.middle_overrides, arguments.later_overrides) == (["a.b=1"], ["a.b=2"], ["a.b=3"])
+    monkeypatch.chdir(tmp_path)
+    assert main(["reward", "--json", "--runtime-dir", str(tmp_path / "rt"), "list"]) in (1, 2)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["error"]["reason"] in captured.err
+    assert main(["reward", "--json", "--set", "run.sampling.samples_per_group=1", "list"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["reason"] == "BAD_CONFIG"
+
+
 def test_training_options():
     arguments = build_parser().parse_args(["train", "--model", "m", "--data", "d.json", "--iterations", "3",
                                            "--filter-bad-rows", "--schedule", "serial"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from rollplex.core.config import SUFFIX_MODES
 from rollplex.core.errors import BadInput
-from rollplex.core.memory_plan import ACTIVATIONS, GRADIENTS, REFERENCE, RUNTIME, Choice, advice, make_plan
+from rollplex.core.memory_plan import KNOWN, RUNTIME, Choice, advice, make_plan
 from rollplex.core.memory_sizes import GIB, PLAN_SCHEDULES, PlanInput, Sizes, Work
 from rollplex.core.model_layout import MEGATRON_FUSED
 from rollplex.core.naive_overlap import UNDETERMINED, Source, naive_overlap
@@ -57,7 +59,7 @@ def test_rows_that_a_config_does_not_determine():
 def test_the_papers_node_fits():
     plan = make_plan(paper())
     assert plan.fits and plan.kv_share == 1 and advice(plan) == []
-    assert plan.choice == Choice("hbm", "pinned", "from_inputs")
+    assert plan.choice == Choice("hbm", "pinned", "from_inputs", "recompute")
     columns = {column.name: column.hbm for column in plan.columns}
     assert list(columns) == ["OVERLAP", "SUFFIX", "PREFIX BACKWARD", "UPDATE"]
     assert "gradients" not in columns["OVERLAP"] and "rollout_kv" not in columns["SUFFIX"]
@@ -80,6 +82,26 @@ def test_fused_training_keeps_its_incompatible_tensors_apart():
     assert (snapshots[1] - snapshots[0]) / GIB == pytest.approx(2.349268992e9 / 8 * 2 / GIB, abs=0.01)
 
 
+def test_a_suffix_that_keeps_its_activations_is_counted():
+    """Two plans that differ in nothing else; the naive table assumes checkpointed layers, as the paper does."""
+    columns = {mode: {column.name: column.hbm for column in make_plan(
+        paper(), Choice("pinned", "pinned", "from_inputs", mode)).columns} for mode in SUFFIX_MODES}
+    kept, recomputed = columns["keep"].pop("SUFFIX"), columns["recompute"].pop("SUFFIX")
+    assert columns["keep"] == columns["recompute"]
+    sizes = Sizes(paper())
+    assert kept.pop("suffix_activations") == sizes.suffix_activations("keep")
+    assert recomputed.pop("suffix_activations") == sizes.suffix_activations("recompute") < sizes.suffix_activations("keep") / 5
+    assert kept == recomputed
+    activations = next(row for row in naive_overlap(paper()) if row.component.startswith("activations"))
+    assert activations.size_bytes < sizes.suffix_activations("keep")
+
+
+def test_short_responses_are_kept_long_ones_recomputed():
+    assert make_plan(one_7b()).choice.suffix_activations == "keep"
+    long = one_7b(work=replace(WORK, prompt_tokens=4096, response_tokens=8192))
+    assert make_plan(long).choice.suffix_activations == "recompute"
+
+
 def test_moments_shrink_only_when_asked():
     assert make_plan(paper(host_bytes=400 * GIB)).given.moments_dtype == "float32"
     full, half = (Sizes(paper(moments_dtype=kind)) for kind in ("float32", "bfloat16"))
@@ -95,7 +117,7 @@ def test_less_kv_makes_samples_wait_down_to_one_group():
 
 def test_explicit_choices_are_kept():
     for choice in Choice().settled():
-        plan = make_plan(one_7b(hbm_bytes=1500 * GIB, host_bytes=600 * GIB), choice)
+        plan = make_plan(one_7b(hbm_bytes=4000 * GIB, host_bytes=600 * GIB), choice)
         assert plan.choice == choice and plan.fits
         assert ("gradients" in plan.host) is (choice.gradients == "pinned")
         assert ("reference_weights" in plan.host) is (choice.reference == "pinned")
@@ -127,12 +149,12 @@ def test_more_memory_never_stops_fitting():
 
 
 def test_what_does_not_fit_is_told_what_to_change():
-    plan = make_plan(paper(hbm_bytes=56 * GIB))
+    plan = make_plan(paper(hbm_bytes=57 * GIB))
     assert plan.hbm_over and not plan.fits
     tips = advice(plan)
     groups = next(int(tip.split()[1].rstrip(":")) for tip in tips if tip.startswith("--groups"))
     for count, expected in ((groups, True), (groups + 1, False)):
-        assert make_plan(paper(hbm_bytes=56 * GIB, work=replace(WORK, groups=count))).fits is expected
+        assert make_plan(paper(hbm_bytes=57 * GIB, work=replace(WORK, groups=count))).fits is expected
     assert {"--micro-batch-samples 4: fits", "--train-tp 8 --rollout-tp 8: fits"} <= set(tips)
 
 
@@ -142,7 +164,8 @@ def test_what_lacks_host_memory_is_told_what_to_change():
     hopeless = advice(make_plan(paper(host_bytes=20 * GIB)))
     assert hopeless and all("still lacks" in tip for tip in hopeless)
     forced = Choice(activations="keep")
-    assert "--gradients, --reference and --activations at auto: fits" in advice(make_plan(paper(), forced), forced)
+    tips = advice(make_plan(paper(), forced), forced)
+    assert "--gradients, --reference, --activations and --suffix-activations at auto: fits" in tips
 
 
 @pytest.mark.parametrize(("build", "words"), [
@@ -156,4 +179,4 @@ def test_bad_requests_are_refused_with_the_numbers(build, words):
 
 
 def test_choices_are_all_tried_once():
-    assert len(set(Choice().settled())) == len(GRADIENTS) * len(REFERENCE) * len(ACTIVATIONS)
+    assert len(set(Choice().settled())) == math.prod(map(len, KNOWN.values()))

@@ -91,3 +91,17 @@ def test_addresses_replace_the_default_sockets(tmp_path):
 def test_frozen_modules_have_rate_zero():
     rates = OptimizerConfig(learning_rate=1e-3, vision_learning_rate=0.0).module_learning_rates()
     assert rates == {"vision": 0.0, "projector": 1e-3, "decoder": 1e-3}
+
+
+@pytest.mark.parametrize(("addresses", "words"), [
+    (["trainer=127.0.0.1:1"], "'trainer'; they are broker, trainer-0, trainer-1, reference-0, rollout-0, reward, coordinator"),
+    (["trainer-2=127.0.0.1:1"], "no service of this mesh is called 'trainer-2'"),
+    (["keeper=unix:/k"], "no service of this mesh is called 'keeper'"), (["127.0.0.1:7070"], "called '127.0.0.1:7070'"),
+    (["reward"], "'reward' has no address"), (["reward=unix:/a", "reward=unix:/b"], "'reward' has two addresses")])
+def test_addresses_are_of_services_that_exist(tmp_path, addresses, words):
+    given = {"runtime_dir": str(tmp_path), "train_tensor_parallel": 2, "rollout_tensor_parallel": 2}
+    with pytest.raises(BadInput) as caught:
+        parse(MeshSection, given | {"addresses": addresses}, "mesh")
+    assert words in str(caught.value)
+    mesh = parse(MeshSection, given | {"addresses": ["trainer-1=127.0.0.1:1"]}, "mesh")
+    assert (mesh.address("trainer-1"), mesh.address("trainer-0")) == ("127.0.0.1:1", f"unix:{tmp_path}/trainer-0.sock")

@@ -108,7 +108,7 @@ def test_learning_rate_schedule():
 def test_equation_one():
     estimate = OverlapEstimate(decode_s=10, prefix_s=6, post_s=5, decode_slowdown_s=2)
     assert (estimate.serial_s, estimate.overlap_s) == (21, 17)
-    assert estimate.saving_s == 4  # min(T_P - dD, T_D)
+    assert estimate.serial_s - estimate.overlap_s == 4  # min(T_P - dD, T_D)
 
 
 def test_placement_arithmetic():

@@ -7,8 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from rollplex.core.errors import BadInput
+from rollplex.data.device_patches import DevicePatches, patches
 from rollplex.data.limits import MediaLimits
 from rollplex.data.media import MediaItem, view_frames
 from rollplex.data.processor import PromptProcessor
@@ -55,6 +57,30 @@ CASES = {
     ),
     "to be resized": ([item("video", 2, 280, 140), item("image", 1, 30, 400)], user("video", "image", "?")),
 }
+
+
+@pytest.mark.parametrize("name", [name for name, (items, _) in CASES.items() if items])
+def test_patches_of_a_device_are_the_processors(processor, name):
+    """Bit for bit, also where the processor has to resize and therefore computes itself."""
+    items, _ = CASES[name]
+    frames = frames_of(items)
+    uploaded = []
+    device = DevicePatches(processor, lambda array: uploaded.append(array.dtype) or torch.from_numpy(array.copy()))
+    assert device.exact == {"image": True, "video": True}
+    uploaded.clear()
+    found, expected = device.pixels(items, frames), processor.pixels(items, frames)
+    assert set(uploaded) == {np.dtype(np.float32 if name == "to be resized" else np.uint8)}
+    for kind, grid in (("images", "image_grid_thw"), ("videos", "video_grid_thw")):
+        pixels, grids = getattr(expected, f"pixel_values_{kind}"), getattr(expected, grid)
+        assert (pixels is None) == (getattr(found, f"pixel_values_{kind}") is None) == (getattr(found, grid) is None)
+        if pixels is not None:
+            assert torch.equal(getattr(found, f"pixel_values_{kind}"), torch.from_numpy(pixels))
+            assert np.array_equal(getattr(found, grid), grids)
+
+
+def test_a_processor_that_rounds_otherwise_is_left_to_compute(processor, monkeypatch):
+    monkeypatch.setattr("rollplex.data.device_patches.patches", lambda frames, part: patches(frames, part) + 1e-7)
+    assert DevicePatches(processor, torch.from_numpy).exact == {"image": False, "video": False}
 
 
 @pytest.mark.parametrize("name", CASES)

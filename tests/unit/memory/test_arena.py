@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.arena import Arena
@@ -32,16 +31,6 @@ def test_peaks_are_since_the_last_call(arena):
     assert arena.entries() == ()
 
 
-def test_moving_changes_the_residency(arena):
-    hold = arena.hold("prefix_activations", Residency.HBM, 10)
-    hold.move(Residency.PINNED)
-    assert arena.check(Phase.SUFFIX) == []
-    assert {(entry.residency, entry.size_bytes) for entry in arena.entries()} == {("hbm", 0), ("pinned", 10)}
-    hold.release()
-    with pytest.raises(ValueError, match="was released"):
-        hold.move(Residency.HBM)
-
-
 def test_a_class_is_released_at_once(arena):
     holds = [arena.hold("suffix_activations", Residency.HBM, size) for size in (1, 2, 3)]
     arena.hold("gradients", Residency.HBM, 7)
@@ -49,12 +38,6 @@ def test_a_class_is_released_at_once(arena):
     assert arena.release_class("suffix_activations") == 0
     holds[0].release()
     assert arena.held_bytes("gradients") == 7
-
-
-def test_violations_name_class_bytes_and_phase(arena):
-    arena.hold("suffix_activations", Residency.HBM, 12)
-    assert arena.check(Phase.SUFFIX) == []
-    assert arena.check(Phase.OVERLAP) == ["suffix_activations: 12 bytes hbm on host in phase overlap"]
 
 
 def test_negative_bytes_are_refused(arena):

@@ -85,8 +85,8 @@ def test_the_published_head_size_in_bfloat16():
 
     q, k, v = random(700, 28, 128).requires_grad_(), random(1700, 4, 128), random(1700, 4, 128)
     samples = torch.arange(7, device="cuda").repeat_interleave(100)
-    out = attention.suffix_attention(q, k, v, attention.suffix_mask(1000, samples, torch.bfloat16))
-    dense = attention.suffix_mask(1000, samples.cpu(), torch.float32)
+    out = attention.suffix_attention(q, k, v, attention.suffix_mask(1000, samples, [100] * 7, torch.bfloat16))
+    dense = attention.suffix_mask(1000, samples.cpu(), [100] * 7, torch.float32)
     expected = attention.suffix_attention(*(x.detach().float().cpu() for x in (q, k, v)), dense)
     assert (out.float().cpu() - expected).abs().max() < 0.02
     out.sum().backward()

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rollplex.core.aliasing import AliasCase
 from rollplex.core.errors import BadInput
 from rollplex.model import ActorLayout, ModelConfig, module_of, read_model_config
-from rollplex.model.manifest import TRANSPOSED, build_manifest, check_manifest, check_replicas, manifest_hashes
+from rollplex.model.manifest import build_manifest, check_manifest, check_replicas, manifest_hashes
 
 PAIRS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1), (4, 4)]
 SHAPES = [  # heads, kv heads, head size, intermediate, hidden, vocabulary
@@ -154,7 +155,7 @@ def test_the_manifest_is_complete_and_says_who_writes(checkpoints, pair):
         check_manifest(entries, layout.tensors)
         by_name = {entry.name: entry for entry in entries}
         down = by_name["language_model.model.layers.0.mlp.down_proj.weight"]
-        assert (down.alias_case == TRANSPOSED) == (layout.topology.q > 1)
+        assert (down.alias_case is AliasCase.TRANSPOSED) == (layout.topology.q > 1)
         assert [piece.owner for piece in down.pieces] == list(layout.topology.peers(device))
         assert [piece.owner for piece in by_name["language_model.model.norm.weight"].pieces] == [device]
     with pytest.raises(BadInput, match="engine has 1"):
@@ -168,5 +169,5 @@ def test_hashes_tell_devices_apart(checkpoints):
     hashes = [manifest_hashes(views) for views in devices]
     check_replicas(layout, hashes)
     devices[1]["language_model.model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
-    with pytest.raises(Exception, match="1 tensors on host:1 differ from those of host:0: .*o_proj"):
+    with pytest.raises(Exception, match="1 tensors on device 1 differ from those of device 0: .*o_proj"):
         check_replicas(layout, [hashes[0], manifest_hashes(devices[1])])

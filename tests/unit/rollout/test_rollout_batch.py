@@ -85,3 +85,20 @@ def test_unfinished_samples_have_their_tokens_so_far(decoder):
         (index, 5, "aborted") for index in range(3)]
     batch.release()
     assert batch.size_bytes == 0
+
+
+def test_prescribed_lengths_are_kept_whatever_the_tokens_are(decoder):
+    sampling = Sampling(1.0, 30, length_distribution="lognormal:10:30")
+    sampler = TokenSampler(sampling, decoder.config.forbidden_token_ids)
+    members = [member(decoder, index, length, rows) for index, (length, rows) in enumerate([(9, 4), (20, 3)])]
+    seeded, inputs = zip(*members, strict=True)
+    # Every token is an end token: without a prescribed length each response would have one token.
+    batch = Batch(decoder, sampler, range(decoder.config.vocab_size), 0, seeded, inputs)
+    found = {}
+    while batch.row_count:
+        found |= {(sample.group_index, sample.sample_index): sample for sample in batch.step()}
+    expected = {(one.group.group_index, index): sampling.lengths.length(seed)
+                for one in seeded for index, seed in enumerate(one.seeds.tolist())}
+    assert {key: len(sample.token_ids) for key, sample in found.items()} == expected
+    assert len(set(expected.values())) > 3
+    assert {sample.finish_reason for sample in found.values()} == {"length"}

@@ -42,10 +42,10 @@ def build_engine(checkpoint, single_rank) -> Iterator[Callable[..., TrainerEngin
     """build(broker, dtype) -> engine. One lives at a time: building the next ends the one before, as a restart does."""
     engines: list[TrainerEngine] = []
 
-    def build(broker: DictBroker, dtype: torch.dtype = torch.float64) -> TrainerEngine:
+    def build(broker: DictBroker, dtype: torch.dtype = torch.float64, **options) -> TrainerEngine:
         while engines:
             engines.pop().close()
-        engines.append(open_engine(broker, checkpoint, dtype))
+        engines.append(open_engine(broker, checkpoint, dtype, **options))
         return engines[0]
 
     yield build

@@ -9,7 +9,7 @@ import torch
 from tiny_trainer import QUIET, DictBroker, gradients, make_groups, run_config, scale_of, train
 from transformers import AutoModelForImageTextToText
 
-from rollplex.core.config import SamplingConfig
+from rollplex.core.config import AblationConfig, SamplingConfig
 from rollplex.core.errors import Aborted, BadInput, NotFound, WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.work import LossScale, PreparedGroup, ResponseGroup, UpdateOrder
@@ -89,7 +89,7 @@ def test_gradient_lands_in_the_slab(opened):
 
 @pytest.mark.parametrize("fields", [
     {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 3}, {"saved_activations": "recompute"},
-    {"saved_activations": "offload"}, {"saved_activations": "from_inputs"},
+    {"saved_activations": "offload"}, {"saved_activations": "from_inputs"}, {"suffix_activations": "recompute"},
 ], ids=str)
 def test_ways_of_computing_agree(opened, fields):
     """float64; sums in another order differ by 1e-16 an operation, so 1e-12 of the largest entry leaves ample room."""
@@ -109,6 +109,20 @@ def test_keep_recompute_and_offload_are_bit_identical_in_float32(opened):
         train(engine, *make_groups())
         found.append(engine._state.gradients.flat.clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_suffixes_kept_or_recomputed_are_bit_identical(opened):
+    """In every dtype, and with less in the account."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        found, peaks = [], []
+        for mode in ("keep", "recompute"):
+            broker = DictBroker()
+            engine = opened(dtype, broker=broker, suffix_activations=mode)
+            train(engine, *make_groups())
+            found.append(engine._state.gradients.flat.clone())
+            peaks += [entry.peak_bytes for entry in broker.reported if entry.object_class == "suffix_activations"]
+        assert found[0].any() and torch.equal(*found), dtype
+        assert 0 < peaks[1] < peaks[0] / 2, peaks
 
 
 def test_splitting_a_mini_batch_into_calls_and_reordering_groups_changes_nothing(opened):
@@ -150,6 +164,23 @@ def test_scored_old_log_probabilities_give_ratio_one(opened):
     with_old = engine._state.gradients.flat.clone()
     train(engine, prompts, responses)
     assert torch.equal(with_old, engine._state.gradients.flat)
+
+
+@pytest.mark.parametrize("name", ["no_state_offload", "unchunked_optimizer", "rollout_resident", "no_weight_sharing"])
+def test_ablations_move_bytes_and_change_no_update(opened, name):
+    found = {}
+    for ablation in (AblationConfig(), AblationConfig(**{name: True})):
+        broker = DictBroker()
+        engine = opened(torch.float32, broker=broker, ablation=ablation)
+        train(engine, *make_groups())
+        engine.measure_gradient(QUIET)
+        engine.quiesce(QUIET, True)
+        result = engine.apply_update(QUIET, UpdateOrder(1, 1.0, 1.0, 1))
+        states = {slab.device for slab in broker.list_slabs() if slab.name.endswith("optimizer")}
+        found[ablation.any] = (result.chunk_count, states, broker.bytes_of(engine._actor.own.slab))
+    assert found[True][2] == found[False][2] and found[False][1] == {"host"} and found[False][0] > 1
+    assert found[True][0] == (1 if name == "unchunked_optimizer" else found[False][0])
+    assert found[True][1] == {"host:0" if name == "no_state_offload" else "host"}
 
 
 def test_temperature_is_the_runs(opened):

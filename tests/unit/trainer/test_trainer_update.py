@@ -3,42 +3,14 @@
 import pytest
 import torch
 from tiny_trainer import QUIET, DictBroker, gradients, make_groups, run_config, train
+from update_steps import ACTOR, POINTS, Crash, crash_at, iterate, masters, open_run, order
 
 from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import DataLoss, WrongState
-from rollplex.core.ids import actor_slab, state_slab
-from rollplex.core.work import UpdateOrder
+from rollplex.core.ids import state_slab
 from rollplex.model import Shard, module_of
 from rollplex.trainer.flip_log import FlipLog, log_bytes
-from rollplex.trainer.optimizer_state import OptimizerState
-from rollplex.trainer.update import StreamedUpdate, adamw_
-
-ACTOR = actor_slab("run", "host:0")
-
-
-def order(step: int, **changes) -> UpdateOrder:
-    fields = {"update_epoch": step, "clip_coefficient": 0.7, "learning_rate_factor": 0.5, "optimizer_step": step}
-    return UpdateOrder(**(fields | changes))
-
-
-def open_run(engine, config):
-    engine.open_run(QUIET, "run", -1, config, False)
-    engine.bind_snapshot(QUIET, 0)
-    return engine
-
-
-def iterate(engine, step: int, *, seed: int | None = None):
-    train(engine, *make_groups(seed=step if seed is None else seed))
-    engine.measure_gradient(QUIET)
-    engine.quiesce(QUIET, True)
-    result = engine.apply_update(QUIET, order(step))
-    engine.bind_snapshot(QUIET, step)
-    return result
-
-
-def masters(engine) -> dict[str, torch.Tensor]:
-    state = engine._state
-    return {name: state.optimizer.master(name).view_as(view) for name, view in state.gradients.views.items()}
+from rollplex.trainer.update import adamw_
 
 
 def actor_weights(engine) -> dict[str, torch.Tensor]:
@@ -131,29 +103,6 @@ def test_bfloat16_gradients_are_summed_in_float32(build_engine):
     assert all(parameter.grad is None for parameter in engine._model.parameters())
 
 
-class _Crash(Exception):
-    pass
-
-
-POINTS = ("_load", "_compute", "_write_back", "flip", "flipped", "_cast", "finish_step")
-
-
-def _crash_at(monkeypatch, point: str, chunk: int) -> None:
-    """Raises in the middle of the update: before `point` of that chunk, or after its flip for `flipped`."""
-    owner = StreamedUpdate if point.startswith("_") else OptimizerState
-    name = "flip" if point == "flipped" else point
-    original = getattr(owner, name)
-
-    def patched(self, index, *rest):
-        if point == "flipped" and index == chunk:
-            original(self, index, *rest)
-        if index == chunk or point == "finish_step":
-            raise _Crash
-        return original(self, index, *rest)
-
-    monkeypatch.setattr(owner, name, patched)
-
-
 @pytest.mark.parametrize("restart", [False, True], ids=["again", "restart"])
 def test_crash_at_every_point_of_every_chunk(build_engine, restart):
     """The second update is broken off; applied again it ends bit-identical to an unbroken run."""
@@ -178,8 +127,8 @@ def test_crash_at_every_point_of_every_chunk(build_engine, restart):
     for point in POINTS:
         for chunk in range(chunk_count if point != "finish_step" else 1):
             def crash(broker, engine, point=point, chunk=chunk):
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(_Crash):
-                    _crash_at(patch, point, chunk)
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(Crash):
+                    crash_at(patch, point, chunk)
                     engine.apply_update(QUIET, order(2))
                 if restart:
                     engine = build_engine(broker, torch.float32)

@@ -197,14 +197,28 @@ class GetSnapshotResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., snapshot: _Optional[int] = ..., update_epoch: _Optional[int] = ..., slabs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
-    __slots__ = ("run", "iteration", "phase")
+    __slots__ = ("run", "iteration", "phase", "planned", "relaxed")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
+    RELAXED_FIELD_NUMBER: _ClassVar[int]
     run: str
     iteration: int
     phase: _types_pb2.Phase
-    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ...) -> None: ...
+    planned: _containers.RepeatedCompositeFieldContainer[PlannedBytes]
+    relaxed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., planned: _Optional[_Iterable[_Union[PlannedBytes, _Mapping]]] = ..., relaxed: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PlannedBytes(_message.Message):
+    __slots__ = ("object_class", "device", "size_bytes")
+    OBJECT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    object_class: str
+    device: str
+    size_bytes: int
+    def __init__(self, object_class: _Optional[str] = ..., device: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class EnterPhaseResponse(_message.Message):
     __slots__ = ("violations",)
@@ -243,17 +257,19 @@ class GetLedgerResponse(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., peaks: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., host_limit_bytes: _Optional[int] = ..., host_slab_bytes: _Optional[int] = ...) -> None: ...
 
 class LedgerRow(_message.Message):
-    __slots__ = ("object_class", "role", "device", "phase", "size_bytes", "slab_count")
+    __slots__ = ("object_class", "role", "device", "phase", "size_bytes", "slab_count", "residency")
     OBJECT_CLASS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLAB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     object_class: str
     role: str
     device: str
     phase: _types_pb2.Phase
     size_bytes: int
     slab_count: int
-    def __init__(self, object_class: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., size_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ...) -> None: ...
+    residency: _types_pb2.Residency
+    def __init__(self, object_class: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., size_bytes: _Optional[int] = ..., slab_count: _Optional[int] = ..., residency: _Optional[_Union[_types_pb2.Residency, str]] = ...) -> None: ...

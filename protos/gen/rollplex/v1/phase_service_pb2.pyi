@@ -14,7 +14,14 @@ class JoinRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("instance_id", "role", "rank", "tensor_parallel_size", "open_run", "bound_snapshot", "pid", "layout_hash", "next_sequence")
+    __slots__ = ("instance_id", "role", "rank", "tensor_parallel_size", "open_run", "bound_snapshot", "pid", "layout_hash", "next_sequence", "residency", "kv_pool_bytes")
+    class ResidencyEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +31,8 @@ class JoinResponse(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: str
     rank: int
@@ -33,7 +42,9 @@ class JoinResponse(_message.Message):
     pid: int
     layout_hash: str
     next_sequence: int
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., open_run: _Optional[str] = ..., bound_snapshot: _Optional[int] = ..., pid: _Optional[int] = ..., layout_hash: _Optional[str] = ..., next_sequence: _Optional[int] = ...) -> None: ...
+    residency: _containers.ScalarMap[str, str]
+    kv_pool_bytes: int
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., open_run: _Optional[str] = ..., bound_snapshot: _Optional[int] = ..., pid: _Optional[int] = ..., layout_hash: _Optional[str] = ..., next_sequence: _Optional[int] = ..., residency: _Optional[_Mapping[str, str]] = ..., kv_pool_bytes: _Optional[int] = ...) -> None: ...
 
 class StartOpenRunRequest(_message.Message):
     __slots__ = ("header", "run_config_json", "attach")

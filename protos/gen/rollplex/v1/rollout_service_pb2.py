@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollplex.v1 import types_pb2 as rollplex_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rollplex/v1/rollout_service.proto\x12\x0brollplex.v1\x1a\x17rollplex/v1/types.proto\"\x97\x01\n\x14StartGenerateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12*\n\x06groups\x18\x02 \x03(\x0b\x32\x1a.rollplex.v1.PreparedGroup\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rollplex.v1.Sampling\"q\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\x05\x12\x0e\n\x06greedy\x18\x03 \x01(\x08\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x15\n\rdeterministic\x18\x05 \x01(\x08\x32`\n\x0eRolloutService\x12N\n\rStartGenerate\x12!.rollplex.v1.StartGenerateRequest\x1a\x1a.rollplex.v1.StartResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rollplex/v1/rollout_service.proto\x12\x0brollplex.v1\x1a\x17rollplex/v1/types.proto\"\x97\x01\n\x14StartGenerateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.rollplex.v1.CommandHeader\x12*\n\x06groups\x18\x02 \x03(\x0b\x32\x1a.rollplex.v1.PreparedGroup\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rollplex.v1.Sampling\"\x8e\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x02 \x01(\x05\x12\x0e\n\x06greedy\x18\x03 \x01(\x08\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x15\n\rdeterministic\x18\x05 \x01(\x08\x12\x1b\n\x13length_distribution\x18\x06 \x01(\t2`\n\x0eRolloutService\x12N\n\rStartGenerate\x12!.rollplex.v1.StartGenerateRequest\x1a\x1a.rollplex.v1.StartResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STARTGENERATEREQUEST']._serialized_start=76
   _globals['_STARTGENERATEREQUEST']._serialized_end=227
-  _globals['_SAMPLING']._serialized_start=229
-  _globals['_SAMPLING']._serialized_end=342
-  _globals['_ROLLOUTSERVICE']._serialized_start=344
-  _globals['_ROLLOUTSERVICE']._serialized_end=440
+  _globals['_SAMPLING']._serialized_start=230
+  _globals['_SAMPLING']._serialized_end=372
+  _globals['_ROLLOUTSERVICE']._serialized_start=374
+  _globals['_ROLLOUTSERVICE']._serialized_end=470
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,6 @@ class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESIDENCY_UNSPECIFIED: _ClassVar[Residency]
     RESIDENCY_HBM: _ClassVar[Residency]
     RESIDENCY_PINNED: _ClassVar[Residency]
-    RESIDENCY_DISCARDED: _ClassVar[Residency]
 
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,7 +26,6 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 RESIDENCY_UNSPECIFIED: Residency
 RESIDENCY_HBM: Residency
 RESIDENCY_PINNED: Residency
-RESIDENCY_DISCARDED: Residency
 PHASE_UNSPECIFIED: Phase
 PHASE_IDLE: Phase
 PHASE_OVERLAP: Phase

@@ -1,0 +1,22 @@
+#!/bin/sh
+# rollplex bench on a GPU node without a network, from a source tree: nothing is installed.
+#   sh benchmarks/gpu/run.sh BUNDLE [options of rollplex bench]
+# BUNDLE is the folder with unpack.sh and part-* (and extra-*), packages that the node lacks; "-" where it lacks none. They are
+# unpacked once, into $ROLLPLEX_SITE (default: a folder for temporary files). $PYTHON is the interpreter (default python3).
+set -eu
+[ $# -ge 1 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+bundle=$1
+shift
+root=$(cd "$(dirname "$0")/../.." && pwd)
+python=${PYTHON:-python3}
+site=${ROLLPLEX_SITE:-${TMPDIR:-/tmp}/rollplex-site}
+if [ "$bundle" != - ]; then
+    # The stamp comes last: half of a bundle is unpacked again.
+    [ -e "$site/.unpacked" ] || { sh "$bundle/unpack.sh" "$bundle" "$site" >/dev/null && : >"$site/.unpacked"; }
+    PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+export PYTHONPATH="$root/services:$root/protos/gen:$root${PYTHONPATH:+:$PYTHONPATH}"
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1
+"$python" "$root/benchmarks/gpu/check.py" "$@"
+exec "$python" -m rollplex_client.cli bench "$@"

@@ -1,0 +1,142 @@
+"""From what arms have done to the benchmark's numbers. Medians over the measured iterations; the first is never measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollplex.core.model_work import GroupWork, tokens_of
+from rollplex_client.bench.job import Job
+from rollplex_client.bench.run_arm import ArmRun
+from rollplex_client.history import IterationRecord
+from rollplex_client.results import LedgerEntry
+from rollplex_client.summary import TIMING_PREFIX, compare_overlap
+
+FIRST_MEASURED = 1
+
+
+def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything of one arm, as JSON."""
+    records = run.history.iterations[FIRST_MEASURED:]
+    works = [job.work(record.result.iteration) for record in records]
+    gpus = 2 if run.arm.schedule == "disaggregated" else 1
+    step_s = [record.metrics["timing_s/step"] for record in records]
+    names = sorted({name for record in records for name in record.metrics if name.startswith(TIMING_PREFIX)})
+    return {
+        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": gpus, "start_s": run.start_s,
+        "first_step_s": run.history.iterations[0].metrics["timing_s/step"], "steps_s": step_s,
+        "step_s": statistics.median(step_s), "walls_s": run.wall_s, "wall_s": statistics.median(run.wall_s),
+        "phase_s": {name.removeprefix(TIMING_PREFIX): _median(records, name) for name in names},
+        "throughput": throughput(works, step_s, job.samples),
+        "mfu": mfu(job, works, step_s, hardware, gpus),
+        "decode": decode_distance(job, works, [_decode_s(record) for record in records], hardware),
+        "prefix": {role: prefix_distance(job, works, [record.metrics.get(f"timing_s/prefix_{role}") for record in records],
+                                         hardware) for role in ("trainer", "reference")},
+        "hbm_peak_bytes": ledger_peaks(run.history.peaks), "gpu_memory": {
+            "before_bytes": run.memory.before_bytes, "peak_bytes": run.memory.peak_bytes},
+        "metrics": [dict(sorted(record.metrics.items())) for record in run.history.iterations],
+        "spans": [[span.span, span.start_s, span.duration_s] for span in records[-1].spans], "config": run.config}
+
+
+def _median(records: Sequence[IterationRecord], name: str) -> float:
+    return statistics.median(record.metrics[name] for record in records if name in record.metrics)
+
+
+def _decode_s(record: IterationRecord) -> float:
+    return record.metrics["rollplex/rollout/decode_s"]
+
+
+def throughput(works: Sequence[Sequence[GroupWork]], step_s: Sequence[float], samples: int) -> dict[str, float]:
+    """Tokens a second: of responses; and, as verl counts, with the prompt for every sample."""
+    rates = []
+    for work, seconds in zip(works, step_s, strict=True):
+        prompts, responses = tokens_of(work)
+        rates.append((responses / seconds, (prompts * samples + responses) / seconds))
+    response, total = (statistics.median(column) for column in zip(*rates))
+    return {"response_tokens_per_s": response, "tokens_per_s": total}
+
+
+def mfu(job: Job, works: Sequence[Sequence[GroupWork]], step_s: Sequence[float], hardware: Mapping[str, Any], gpus: int
+        ) -> dict[str, float | None]:
+    """Model FLOPs utilisation: the FLOPs that a step needs (`rollplex.core.model_work`: vision tower counted, prompts once a
+    group and role, no recomputation) over time, GPUs and peak FLOP/s (PaLM, arXiv 2204.02311, appendix B).
+
+    `unshared`: the same with prompts counted for every sample in training, which is what a trainer without prefix sharing
+    computes; it says how busy such a trainer keeps the GPU, not how much of its work was needed.
+    """
+    def rate(shared: bool) -> float:
+        return statistics.median(job.model.step(work, reference=job.kl_coef > 0, shared=shared) / seconds / gpus
+                                 for work, seconds in zip(works, step_s, strict=True))
+
+    needed, computed = rate(True), rate(False)
+    return {"flops_per_s": needed,
+            **{f"of_{name}": _over(needed, hardware[f"{name}_flops"]) for name in ("stated", "measured")},
+            **{f"unshared_of_{name}": _over(computed, hardware[f"{name}_flops"]) for name in ("stated", "measured")}}
+
+
+def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], decode_s: Sequence[float], hardware: Mapping[str, Any]
+                    ) -> dict[str, Any]:
+    """Measured decode over the time that its bytes need: weights in every step, and keys and values of each sample's
+    context, or of the prompt once a group (`shared`)."""
+    result: dict[str, Any] = {"measured_s": statistics.median(decode_s),
+                              "token_steps": statistics.median(_steps(work) for work in works)}
+    result["token_step_s"] = result["measured_s"] / max(1, result["token_steps"])
+    for name, shared in (("per_sample", False), ("shared", True)):
+        bytes_read = [job.model.decode_bytes(work, job.item_bytes, shared=shared) for work in works]
+        result[f"{name}_bytes"] = statistics.median(bytes_read)
+        for source in ("stated", "measured"):
+            bandwidth = hardware[f"{source}_bandwidth"]
+            bound_s = None if bandwidth is None else statistics.median(bytes_read) / bandwidth
+            result[f"{name}_bound_s_{source}"] = bound_s
+            result[f"{name}_distance_{source}"] = None if not bound_s else result["measured_s"] / bound_s
+    return result
+
+
+def _steps(work: Sequence[GroupWork]) -> int:
+    return max(length for group in work for length in group.lengths) - 1
+
+
+def prefix_distance(job: Job, works: Sequence[Sequence[GroupWork]], prefix_s: Sequence[float | None],
+                    hardware: Mapping[str, Any]) -> dict[str, float | None] | None:
+    """FLOP/s of a role's prefixes, vision included, and how far that is from the peak; None where there were none."""
+    if not prefix_s or None in prefix_s:
+        return None
+    rates = [sum(job.model.prefix(group.prompt) for group in work) / seconds
+             for work, seconds in zip(works, prefix_s, strict=True)]
+    rate = statistics.median(rates)
+    return {"measured_s": statistics.median(prefix_s), "flops_per_s": rate,
+            **{f"distance_{name}": None if not hardware[f"{name}_flops"] else hardware[f"{name}_flops"] / rate
+               for name in ("stated", "measured")}}
+
+
+def ledger_peaks(peaks: Sequence[LedgerEntry]) -> dict[str, dict[str, int]]:
+    """Device -> object class -> largest bytes in any phase; and the largest phase's sum under "all"."""
+    by_device: dict[str, dict[str, int]] = {}
+    by_phase: dict[tuple[str, str], int] = {}
+    for entry in peaks:
+        classes = by_device.setdefault(entry.device, {})
+        classes[entry.object_class] = max(classes.get(entry.object_class, 0), entry.size_bytes)
+        key = entry.device, entry.phase
+        by_phase[key] = by_phase.get(key, 0) + entry.size_bytes
+    for (device, _), size in by_phase.items():
+        by_device[device]["all"] = max(by_device[device].get("all", 0), size)
+    return by_device
+
+
+def equation_rows(runs: Sequence[ArmRun]) -> dict[str, dict[str, float]]:
+    """Arm -> the paper's equation 1 for it, from the serial arm of the same go; empty without one."""
+    serial = next((run for run in runs if run.arm.schedule == "serial"), None)
+    if serial is None:
+        return {}
+    rows = {}
+    for run in runs:
+        if run.arm.schedule == "overlap":
+            compared = compare_overlap(serial.history.iterations[FIRST_MEASURED:], run.history.iterations[FIRST_MEASURED:])
+            if compared is not None:
+                rows[str(run.arm)] = compared.plain() | {"speedup": compared.serial_s / compared.measured_s}
+    return rows
+
+
+def _over(value: float, peak: float | None) -> float | None:
+    return None if not peak else value / peak

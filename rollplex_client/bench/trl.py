@@ -1,0 +1,57 @@
+"""The same job with TRL, in a process of its own (`rollplex.bench.trl_run`), while no mesh is up."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollplex.core.errors import InternalError
+from rollplex_client.bench.gpu_memory import watch_memory
+from rollplex_client.bench.job import Job
+from rollplex_client.bench.measure import FIRST_MEASURED, mfu, throughput
+from rollplex_client.bench.run_arm import REWARD
+from rollplex_client.cli.mesh import last_lines
+
+LOG_LINES = 20
+
+
+def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, timeout_s: float) -> dict[str, Any]:
+    """What trl_run measured, and the GPU's memory as the driver saw it. Raises InternalError with the log's last lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order, answer, log = folder / "job.json", folder / "result.json", folder / "trl.log"
+    answer.unlink(missing_ok=True)
+    order.write_text(json.dumps({
+        "device": job.device, "checkpoint": str(job.checkpoint), "videos": job.workload["videos"],
+        "texts": job.workload["texts"], "samples": job.samples, "iterations": job.iterations,
+        "lengths": [job.lengths(iteration) for iteration in range(job.iterations)], "max_response": job.max_response,
+        "prompt_tokens": job.prompt_tokens, "kl_coef": job.kl_coef, "seed": job.seed, "learning_rate": job.learning_rate,
+        "reward": REWARD, "batch": batch, "vllm_share": vllm_share, "out": str(folder / "checkpoints"), "answer": str(answer)}))
+    # With several GPUs visible transformers' Trainer would want a launcher.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    with watch_memory(job.device) as memory, log.open("w") as file:
+        try:
+            done = subprocess.run([sys.executable, "-m", "rollplex.bench.trl_run", str(order)], stdout=file, stderr=file,
+                                  env=environment, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise InternalError(f"TRL has not ended within {timeout_s:.0f} s; see {log}", reason="TRL_FAILED") from error
+    if done.returncode or not answer.is_file():
+        raise InternalError(f"TRL ended with status {done.returncode}; the end of {log}:\n"
+                            + "\n".join(f"    {line}" for line in last_lines(log, LOG_LINES)), reason="TRL_FAILED")
+    return json.loads(answer.read_text()) | {"gpu_memory": {"before_bytes": memory.before_bytes,
+                                                            "peak_bytes": memory.peak_bytes}}
+
+
+def trl_result(job: Job, measured: dict[str, Any], arms: list[dict[str, Any]], hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """With the step time over each arm's. TRL's step includes reading media, so arms are taken by their wall time."""
+    steps = measured["steps_s"][FIRST_MEASURED:]
+    works = [job.work(iteration) for iteration in range(FIRST_MEASURED, job.iterations)]
+    step_s = statistics.median(steps)
+    return measured | {"step_s": step_s, "mfu": mfu(job, works, steps, hardware, 1),
+                       "throughput": throughput(works, steps, job.samples),
+                       "slower_than": {arm["arm"]: step_s / arm["wall_s"] for arm in arms}}

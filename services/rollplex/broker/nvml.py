@@ -1,0 +1,64 @@
+"""What NVIDIA's management library says of a GPU's memory. It makes no CUDA context, so the broker may ask it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from rollplex.broker.hbm import DeviceMeter, NoMeter
+from rollplex.core.topology import is_cuda
+
+log = logging.getLogger(__name__)
+
+
+class NvmlMeter:
+    """A DeviceMeter. "cuda:N" is the N-th of the GPUs that CUDA_VISIBLE_DEVICES leaves to the mesh's processes."""
+
+    def __init__(self, library: Any, visible: str | None) -> None:
+        """`library`: pynvml, initialised. `visible`: CUDA_VISIBLE_DEVICES; None: all GPUs, in the bus's order."""
+        self._library = library
+        self._visible = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+        self._handles: dict[str, Any] = {}
+
+    def used_bytes(self, device: str) -> int | None:
+        memory = self._memory(device)
+        return None if memory is None else int(memory.used)
+
+    def total_bytes(self, device: str) -> int | None:
+        memory = self._memory(device)
+        return None if memory is None else int(memory.total)
+
+    def _memory(self, device: str) -> Any:
+        if not is_cuda(device):
+            return None
+        try:
+            if device not in self._handles:
+                self._handles[device] = self._handle(int(device.removeprefix("cuda:")))
+            return self._library.nvmlDeviceGetMemoryInfo(self._handles[device])
+        except (self._library.NVMLError, IndexError) as error:
+            log.warning("NVML does not tell the memory of %s: %s", device, error)
+            return None
+
+    def _handle(self, ordinal: int) -> Any:
+        if self._visible is None:
+            return self._library.nvmlDeviceGetHandleByIndex(ordinal)
+        name = self._visible[ordinal]
+        if name.isdecimal():
+            return self._library.nvmlDeviceGetHandleByIndex(int(name))
+        return self._library.nvmlDeviceGetHandleByUUID(name)
+
+
+def device_meter() -> DeviceMeter:
+    """NvmlMeter where the library and a driver are, else NoMeter, and the log says so once."""
+    try:
+        import pynvml
+    except ImportError:
+        log.warning("nvidia-ml-py is not installed: GPUs' memory is not held against the ledger")
+        return NoMeter()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.warning("NVML cannot be asked (%s): GPUs' memory is not held against the ledger", error)
+        return NoMeter()
+    return NvmlMeter(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))

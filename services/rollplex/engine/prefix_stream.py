@@ -1,0 +1,70 @@
+"""The stream of fewer SMs on which blocks of a prefix run under `mesh.sharing = "green-context"`.
+
+C is the stream that is current outside, where all else of the process runs; S is the capped one. Why this is right:
+
+- Order. S waits for C on entry, C for S on exit, by events: a block sees all that came before it, and all that comes after sees
+  the block. The two never run at the same time, and the host waits for neither.
+- Memory. torch's allocator hands a freed block to the next request *of the stream that it was first made for*, at once, since a
+  stream runs in order. Made on S and read on C (keys, values, saved inputs): its bytes can only be handed out again inside the
+  context, where S has waited for all that C had read by then. Made on C and read on S: handed out again only outside, where C
+  has waited for S. So no record_stream and nothing kept alive, as long as every other stream (copies, NCCL) is joined to C
+  before what it reads is freed, which C's own memory asks for too.
+- Backward. Autograd runs an operation's backward on the stream of its forward. rollplex.model.limited therefore runs a block's
+  forward without a graph here, and again, with one, on C in the backward pass. What does have a graph on S (saved_activations
+  = "keep") has its backward there, capped; autograd itself then joins S to C.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rollplex.core.config import MeshSection
+
+log = logging.getLogger(__name__)
+
+
+class PrefixStream:
+    """rollplex.model.Limit. Owner thread only."""
+
+    def __init__(self, ordinal: int, percent: int) -> None:
+        """Raises InternalError when CUDA gives no green context."""
+        # Here, so that a process without a GPU never needs cuda-bindings.
+        from rollplex.memory.green_context import GreenStream
+
+        self._device = torch.device("cuda", ordinal)
+        # A green context is made within the primary one, which torch makes and keeps current on this thread.
+        torch.cuda.init()
+        torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)
+        self._green = GreenStream(ordinal, percent)
+        self._stream = torch.cuda.ExternalStream(self._green.handle, device=self._device)
+        log.info("prefix blocks run on %d of %d SMs", self.sm_count, self._green.device_sm_count)
+
+    @property
+    def sm_count(self) -> int:
+        return self._green.sm_count
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is launched inside runs on the capped stream, in order with what is outside."""
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._green.join(outside.cuda_stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._green.close()
+
+
+def open_prefix_stream(mesh: MeshSection, ordinal: int) -> PrefixStream | None:
+    """For the rank on GPU `ordinal`; None where the policy has no such stream, or the mesh no GPU."""
+    percent = mesh.prefix_stream_percent
+    return None if percent is None else PrefixStream(ordinal, percent)

@@ -1,0 +1,107 @@
+import argparse
+
+import pytest
+
+from rollplex.core.config import RunConfig
+from rollplex.core.errors import BadInput
+from rollplex.core.ids import sample_seed
+from rollplex.core.response_lengths import LengthDistribution
+from rollplex.core.sharing import POLICIES
+from rollplex.core.strict import parse
+from rollplex_client.bench.arm_settings import arm_tables, gpu_plan, kv_cache_gib
+from rollplex_client.bench.arms import Arm
+from rollplex_client.bench.job import check_numbers, make_job
+from rollplex_client.bench.reward import count_reward
+from rollplex_client.cli.settings import parse_settings
+
+HBM = 141 << 30
+
+
+def test_lengths_are_those_of_the_samples_seeds(job):
+    """A prompt's ordinal counts on: iteration 2 begins at ordinal 8."""
+    lengths = LengthDistribution(225, 1024)
+    assert job.lengths(2)[3][5] == lengths.length(sample_seed(0, 2, 8 + 3, 5))
+    assert job.lengths(0) != job.lengths(1)
+    assert [len(row) for row in job.lengths(0)] == [8] * 4
+
+
+def test_rewards_tell_the_samples_of_a_group_apart(job):
+    for row in job.lengths(0):
+        rewards = count_reward([None] * 8, [[0] * length for length in row])
+        assert len(set(rewards)) == len(set(row)) > 1
+        assert all(0 <= reward < 1 for reward in rewards)
+
+
+def test_run_config_is_one_that_the_coordinator_takes(job):
+    config = parse(RunConfig, job.run_config("overlap"), "run")
+    assert config.sampling.length_distribution == "lognormal:225:1024"
+    assert (config.schedule, config.loss.kl_coef, config.sampling.samples_per_group) == ("overlap", 0.0, 8)
+
+
+def test_kv_holds_every_sample_at_once(job):
+    tokens = max(sum(4096 + sum(row) for row in job.lengths(iteration)) for iteration in range(3))
+    needed = tokens * 2 * 36 * 2 * 128 * 2 / 2**30
+    assert needed < kv_cache_gib(job) < 1.3 * needed
+
+
+def test_a_gpu_mesh_gets_devices_policy_and_sizes(job, tmp_path):
+    tables = arm_tables(job, Arm("overlap", "mps-default"), tmp_path, HBM)
+    assert tables["mesh"] == {"runtime_dir": str(tmp_path), "devices": "cuda", "sharing": "mps-default"}
+    assert tables["rollout"]["engine"] == "vllm"
+    assert tables["rollout"]["vllm"]["max_model_len"] == 5120
+    assert tables["model"] == {"checkpoint": str(job.checkpoint), "dtype": "bfloat16", "max_prompt_tokens": 4096}
+    assert tables["run"]["saved_activations"] in ("keep", "recompute", "offload", "from_inputs")
+    assert "own_replicas" not in tables["mesh"]
+    assert arm_tables(job, Arm("disaggregated", "time-slice"), tmp_path, HBM)["mesh"]["own_replicas"] == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gpu_mesh_of_every_policy_reads_as_a_configuration(job, tmp_path, policy):
+    mesh = parse_settings(arm_tables(job, Arm("overlap", policy), tmp_path, HBM)).mesh
+    assert (mesh.devices, mesh.sharing, mesh.policy) == ("cuda", policy, POLICIES[policy])
+    assert mesh.topology.device_name(0) == "cuda:0"
+
+
+def test_the_plan_counts_the_whole_job(job):
+    given = gpu_plan(job, "overlap", HBM).given
+    assert (given.work.groups, given.work.samples, given.work.prompt_tokens, given.reference) == (4, 8, 4096, False)
+    longest = max(sum(row) for iteration in range(3) for row in job.lengths(iteration))
+    assert given.work.response_tokens * 8 >= longest > (given.work.response_tokens - 1) * 8
+
+
+def test_a_cpu_mesh_reads_as_a_configuration(job, tmp_path):
+    from dataclasses import replace
+
+    settings = parse_settings(arm_tables(replace(job, device="cpu"), Arm("serial", "time-slice"), tmp_path, HBM))
+    assert settings.run.schedule == "serial"
+    assert settings.sections["rollout"].engine == "torch"
+    assert settings.sections["coordinator"].media.max_frames == 16
+    assert settings.sections["coordinator"].builtin_reward == ""
+
+
+def arguments(**changed) -> argparse.Namespace:
+    return argparse.Namespace(**{"device": "cpu", "prompt_tokens": 4096, "groups": 4, "samples": 8, "iterations": 3,
+                                 "response_tokens": 225.0, "max_response_tokens": 1024, "kl_coef": 0.0, "seed": 0} | changed)
+
+
+@pytest.mark.parametrize("changed", [{"samples": 1}, {"iterations": 1}, {"groups": 0}, {"response_tokens": 2000.0},
+                                     {"response_tokens": 0.0}, {"max_response_tokens": 0}])
+def test_numbers_that_make_no_job_are_refused(changed):
+    with pytest.raises(BadInput, match="--" + next(iter(changed)).replace("_", "-")):
+        check_numbers(arguments(**changed))
+
+
+def test_a_job_is_made_of_options_and_what_was_built(job):
+    check_numbers(arguments())
+    built = {"checkpoint": str(job.checkpoint), "media_root": str(job.media_root), "workload": job.workload}
+    assert make_job(arguments(device="cuda"), built) == job
+
+
+def test_the_result_says_what_the_job_was(job):
+    plain = job.plain()
+    assert plain["response_tokens"] == [sum(map(sum, job.lengths(iteration))) for iteration in range(3)]
+    assert plain["longest_response"] <= 1024
+    # Forward four times over (rollout once, the trainer thrice): 16k prompt tokens through 2.8 G parameters and 7k of
+    # responses through 3.1 G, 62k patches through a tower of 0.63 G; attention adds a sixth of the first.
+    by_hand = 4 * 2 * (16384 * 2.8e9 * 7 / 6 + sum(map(sum, job.lengths(0))) * 3.1e9 + 62208 * 0.63e9)
+    assert by_hand == pytest.approx(plain["step_flops"][0], rel=0.05)

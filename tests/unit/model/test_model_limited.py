@@ -1,0 +1,130 @@
+"""Prefix blocks under a limit: the same numbers, and which work is inside it. A notebook stands in for the capped stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_qwen import make_groups, two_stage_loss, worst_gradient_error
+
+from rollplex.model import HostCopies, prefix_forward
+
+
+class Notebook:
+    """A Limit that notes which blocks ran inside, and whether with a graph."""
+
+    def __init__(self, model) -> None:
+        self.depth, self.entered = 0, 0
+        self.inside: list[bool] = []
+        """For each block that ran inside: whether autograd was on."""
+        self.outside: list[bool] = []
+        for projection in (*(block.attn.qkv for block in model.visual.blocks),
+                           *(layer.self_attn.k_proj for layer in model.language_model.layers)):
+            projection.register_forward_hook(self._note)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        assert self.depth == 0
+        self.depth, self.entered = 1, self.entered + 1
+        try:
+            yield
+        finally:
+            self.depth = 0
+
+    def _note(self, *_: object) -> None:
+        (self.inside if self.depth else self.outside).append(torch.is_grad_enabled())
+
+
+def gradients(model) -> dict[str, torch.Tensor | None]:
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.parameters_by_name().items()}
+    model.zero_grad()
+    return found
+
+
+def both_ways(bound, kind: str, saved: str) -> tuple[dict, dict]:
+    """Gradients of one group without and under a limit; the loss is the same to the last bit."""
+    groups = make_groups(bound.config, [kind], torch.float32, [3])
+    loss = two_stage_loss(bound.model, groups, 0.7, (), saved=saved)
+    expected = gradients(bound.model)
+    assert two_stage_loss(bound.model, groups, 0.7, (), saved=saved, limit=Notebook(bound.model)) == loss
+    return expected, gradients(bound.model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+def test_a_limit_changes_no_bit(bind, saved, frozen):
+    bound = bind(torch.float32)
+    bound.model.visual.requires_grad_(not frozen)
+    for kind in ("video", "text", "one_token"):
+        expected, found = both_ways(bound, kind, saved)
+        assert any(gradient is not None for gradient in expected.values())
+        for name, gradient in expected.items():
+            assert found[name] is None if gradient is None else torch.equal(gradient, found[name]), (kind, name)
+
+
+@pytest.mark.parametrize("saved", ["recompute", "offload"])
+def test_two_media_are_added_in_another_order(bind, saved):
+    """The tower runs twice: autograd adds its two gradients first, the limited blocks one after the other."""
+    bound = bind(torch.float32)
+    expected, found = both_ways(bound, "image_and_video", saved)
+    assert worst_gradient_error(found, expected, vocab=bound.config.padded_vocab(1)) < 1e-6
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+def test_only_the_forward_pass_is_inside(bind, saved):
+    bound = bind(torch.float32)
+    notes = Notebook(bound.model)
+    (group,) = make_groups(bound.config, ["image"], torch.float32, [2])
+    boundary = prefix_forward(bound.model, group.inputs, saved, limit=notes)
+    blocks = bound.config.layer_count + bound.config.vision.depth
+    assert (notes.entered, len(notes.inside), notes.outside) == (blocks, blocks, [])
+    # A graph that is made inside would be gone back through inside: on the capped stream.
+    assert notes.inside == [saved == "keep"] * blocks
+    for k, v in boundary.leaves():
+        k.grad, v.grad = torch.ones_like(k), torch.ones_like(v)
+    boundary.backward()
+    assert (notes.entered, len(notes.inside)) == (blocks, blocks)
+    assert bool(notes.outside) == (saved != "keep") and all(notes.outside)
+
+
+def test_what_has_no_gradient_leaves_no_graph(bind):
+    bound = bind(torch.float32)
+    (group,) = make_groups(bound.config, ["image"], torch.float32, [2])
+    with torch.inference_mode():
+        assert not prefix_forward(bound.model, group.inputs, limit=Notebook(bound.model)).attached
+    notes = Notebook(bound.model)
+    bound.model.language_model.requires_grad_(False)
+    (text,) = make_groups(bound.config, ["text"], torch.float32, [2])
+    assert not prefix_forward(bound.model, text.inputs, "recompute", limit=notes).attached
+    assert notes.inside
+
+
+def test_offloading_sees_each_blocks_input_once(bind):
+    class Counting(HostCopies):
+        puts = gets = 0
+
+        def put(self, tensor):
+            self.puts += 1
+            return super().put(tensor)
+
+        def get(self, handle):
+            self.gets += 1
+            return super().get(handle)
+
+    bound, copies = bind(torch.float32), Counting()
+    groups = make_groups(bound.config, ["image"], torch.float32, [2])
+    two_stage_loss(bound.model, groups, 1.0, (), saved="offload", offload=copies, limit=Notebook(bound.model))
+    assert copies.puts == copies.gets == bound.config.layer_count + bound.config.vision.depth
+
+
+def test_a_failing_block_leaves_the_limit(bind):
+    bound = bind(torch.float32)
+    notes = Notebook(bound.model)
+    handle = bound.model.language_model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    (group,) = make_groups(bound.config, ["text"], torch.float32, [2])
+    with pytest.raises(ZeroDivisionError):
+        prefix_forward(bound.model, group.inputs, limit=notes)
+    handle.remove()
+    assert notes.depth == 0

@@ -1,0 +1,34 @@
+"""The trainer runs blocks of a prefix on the stream that it is given, and nothing else."""
+
+import pytest
+import torch
+from noted_stream import NotedStream
+from tiny_trainer import QUIET, DictBroker, gradients, make_groups, run_config, scale_of
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+def test_only_prefix_blocks_run_on_it(build_engine, saved):
+    prompts, responses = make_groups(count=2)
+    found, streams = [], [None, NotedStream()]
+    for stream in streams:
+        engine = build_engine(DictBroker(), torch.float64, prefix_stream=stream)
+        engine.open_run(QUIET, "run", -1, run_config(saved_activations=saved), False)
+        engine.bind_snapshot(QUIET, 0)
+        prefix = engine.materialize_prefix(QUIET, prompts)
+        assert prefix.boundary_bytes > 0
+        # Two groups through two decoder layers: text has no vision blocks.
+        assert stream is None or stream.entered == 4
+        engine.train_suffix(QUIET, responses, scale_of(responses))
+        found.append((prefix.saved_bytes > 0, gradients(engine)))
+    assert streams[1].entered == 4
+    assert found[0][0] == found[1][0] == (saved != "from_inputs")
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_it_is_closed_with_the_engine(build_engine):
+    stream = NotedStream()
+    engine = build_engine(DictBroker(), torch.float64, prefix_stream=stream)
+    assert not stream.closed
+    build_engine(DictBroker(), torch.float64)
+    assert stream.closed and engine.communicator is not None

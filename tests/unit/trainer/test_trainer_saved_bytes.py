@@ -1,0 +1,72 @@
+"""The memory plan's account of activations against what autograd is seen to save."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_qwen import bind_model, tiny_hf_config
+
+from rollplex.core.memory_sizes import PlanInput, Sizes, Work
+from rollplex.core.shapes import read_shapes
+from rollplex.core.topology import Topology
+from rollplex.model import PromptInputs, pack_responses, prefix_forward, suffix_forward, token_logprobs
+from rollplex.trainer.saved_bytes import SavedBytes
+
+# isort: split
+# After rollplex.model, which makes torchvision importable.
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+PROMPT, SAMPLES, RESPONSE = 33, 4, 64
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint whose layers are wide enough that masks and indices do not count."""
+    config = tiny_hf_config(layers=4)
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_attention_heads, text.num_key_value_heads = 512, 1408, 8, 2
+    text.rope_parameters["mrope_section"] = [8, 12, 12]
+    config.vision_config.out_hidden_size = 512
+    path = tmp_path_factory.mktemp("wide")
+    Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def bound(request, wide, single_rank):
+    return request.param, bind_model(wide, getattr(torch, request.param))
+
+
+@pytest.fixture
+def sizes(wide, bound):
+    work = Work(groups=1, samples=SAMPLES, prompt_tokens=PROMPT, response_tokens=RESPONSE, micro_batch_samples=SAMPLES)
+    return Sizes(PlanInput(shapes=read_shapes(wide), topology=Topology(), gpus=1, hbm_bytes=1, host_bytes=1, runtime_bytes=0,
+                           dtype=bound[0], freeze_vision=True, work=work))
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute"])
+def test_suffix_activations(bound, sizes, saved):
+    model = bound[1].model
+    boundary = prefix_forward(model, _text(bound[1].config))
+    packed = pack_responses(5, [torch.arange(3, 3 + RESPONSE)] * SAMPLES, PROMPT)
+    counter = SavedBytes([*model.parameters(), *(leaf for pair in boundary.leaves() for leaf in pair)])
+    with counter.counting():
+        token_logprobs(model, suffix_forward(model, boundary, packed, saved), packed.targets)
+    working = sizes.layer_working_set(SAMPLES * RESPONSE) + sizes.logits(SAMPLES * RESPONSE)
+    assert counter.size_bytes == pytest.approx(sizes.suffix_activations(saved) - working, rel=0.03)
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute"])
+def test_prefix_activations(bound, sizes, saved):
+    """The last layer of a prompt ends at its keys and values, so that the plan counts up to a layer too much."""
+    model = bound[1].model
+    counter = SavedBytes(model.parameters())
+    with counter.counting():
+        prefix_forward(model, _text(bound[1].config), saved)
+    planned = sizes.prefix_waiting(saved)
+    assert 0.7 * planned <= counter.size_bytes <= planned
+
+
+def _text(config) -> PromptInputs:
+    return PromptInputs.from_arrays(config, token_ids=np.arange(3, 3 + PROMPT))
