@@ -108,10 +108,11 @@ class TokenEngine(Protocol):
         """Unmaps the snapshot and drops the lease. Idempotent."""
 
     def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        """Samples every group. When `tally.check` raises, in-flight samples are handed on as `aborted` first."""
+        """Samples every group. When `tally.check` raises, in-flight samples are handed on as `aborted` first. Keys and values may
+        be left; `release_kv` follows."""
 
     def release_kv(self) -> int:
-        """Gives back what is left of keys and values; bytes."""
+        """Gives back what is left of keys and values; bytes. Idempotent."""
 
     def close(self) -> None: ...
 
@@ -165,7 +166,10 @@ class RolloutEngine:
         _check_groups(groups)
         tally = Tally(context, groups)
         with self._left_when_broken():
-            self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
+            try:
+                self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
+            finally:
+                self._release_kv()
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
                                    tally.seconds["decode"], hashes, tally.decode_steps, tally.decode_rows)
@@ -173,13 +177,16 @@ class RolloutEngine:
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""
         with self._left_when_broken():
-            released = 0 if self._ablation.rollout_resident else self._tokens.release_kv()
+            released = self._release_kv()
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
 
     def close(self) -> None:
         self._tokens.close()
+
+    def _release_kv(self) -> int:
+        return 0 if self._ablation.rollout_resident else self._tokens.release_kv()
 
     def _bring(self, context: work.WorkContext, snapshot: int) -> int:
         """Bytes copied to devices of its own; 0 where they are the trainer's."""

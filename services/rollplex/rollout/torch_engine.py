@@ -55,7 +55,6 @@ class TorchEngine:
         finally:
             for batch in batches:
                 batch.release()
-            self._replica.drop()
 
     def release_kv(self) -> int:
         return self._replica.drop()

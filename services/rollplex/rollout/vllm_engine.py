@@ -88,7 +88,6 @@ class VllmEngine:
                 flight.abort()
                 with self._group.together("decode"):
                     vllm_internals.settle(self._group.engine)
-                self.release_kv()
 
     def release_kv(self) -> int:
         if not self._group.running or not self._kv_backed:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rollplex.core import ids, work
-from rollplex.core.config import RunConfig
+from rollplex.core.config import AblationConfig, RunConfig
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.rollout.engine import ReplicaBroken, RolloutEngine, Tally
 
@@ -48,6 +48,7 @@ class Tokens:
         self.log.append("unbind")
 
     def release_kv(self):
+        self.log.append("release_kv")
         return 17
 
     def generate(self, groups, sampling, tally):
@@ -88,6 +89,16 @@ def test_states(engine):
     engine.bind_snapshot(Context(), 3)
     opened(engine, "another")
     assert engine.bound_snapshot == -1
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_keys_and_values_go_after_a_generation_unless_the_run_keeps_them(engine, resident):
+    config = RunConfig(ablation=AblationConfig(rollout_resident=resident))
+    engine.open_run(Context(), "run", 0, config, False)
+    engine.bind_snapshot(Context(), 0)
+    engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
+    assert engine._tokens.log.count("release_kv") == (not resident)
+    assert engine.quiesce(Context(), False) == work.QuiesceResult(0 if resident else 17)
 
 
 def test_seeds_and_result(engine):
