@@ -13,7 +13,7 @@ import numpy as np
 
 from rollplex.core import work
 from rollplex.core.config import AblationConfig, RunConfig
-from rollplex.core.errors import Aborted, BadInput, WrongState
+from rollplex.core.errors import Aborted, BadInput, InternalError, WrongState
 from rollplex.core.ids import sample_seed
 from rollplex.rollout.copies import SnapshotCopies
 
@@ -165,11 +165,8 @@ class RolloutEngine:
                              reason="STALE_SNAPSHOT", bound=self.bound_snapshot, expected=snapshot)
         _check_groups(groups)
         tally = Tally(context, groups)
-        with self._left_when_broken():
-            try:
-                self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
-            finally:
-                self._release_kv()
+        with self._left_when_broken(), self._kv_released():
+            self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
                                    tally.seconds["decode"], hashes, tally.decode_steps, tally.decode_rows)
@@ -184,6 +181,19 @@ class RolloutEngine:
 
     def close(self) -> None:
         self._tokens.close()
+
+    @contextmanager
+    def _kv_released(self) -> Iterator[None]:
+        """Afterwards, unless the device has failed: CUDA refuses everything then, and the error is the one to be told."""
+        failed = False
+        try:
+            yield
+        except InternalError as error:
+            failed = error.reason == "DEVICE_FAULT"
+            raise
+        finally:
+            if not failed:
+                self._release_kv()
 
     def _release_kv(self) -> int:
         return 0 if self._ablation.rollout_resident else self._tokens.release_kv()

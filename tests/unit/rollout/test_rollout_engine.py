@@ -6,7 +6,7 @@ import pytest
 
 from rollplex.core import ids, work
 from rollplex.core.config import AblationConfig, RunConfig
-from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.errors import BadInput, InternalError, WrongState
 from rollplex.rollout.engine import ReplicaBroken, RolloutEngine, Tally
 
 GROUPS = [work.PreparedGroup(index, array("q", [1, 2, 3]), prompt_hash=f"h{index}", sample_count=2, prompt_ordinal=40 + index)
@@ -99,6 +99,19 @@ def test_keys_and_values_go_after_a_generation_unless_the_run_keeps_them(engine,
     engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
     assert engine._tokens.log.count("release_kv") == (not resident)
     assert engine.quiesce(Context(), False) == work.QuiesceResult(0 if resident else 17)
+
+
+@pytest.mark.parametrize(("reason", "released"), [("DEVICE_FAULT", 0), ("NON_FINITE_LOGITS", 1)])
+def test_after_a_device_has_failed_nothing_more_is_asked_of_it(engine, reason, released):
+    opened(engine).bind_snapshot(Context(), 0)
+
+    def fail(groups, sampling, tally):
+        raise InternalError("no", reason=reason)
+
+    engine._tokens.generate = fail
+    with pytest.raises(InternalError):
+        engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
+    assert engine._tokens.log.count("release_kv") == released
 
 
 def test_seeds_and_result(engine):
