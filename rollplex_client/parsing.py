@@ -105,7 +105,11 @@ def reward_health(message: pb.RewardHealth) -> results.Reward:
 
 def _ledger_entry(row: memory_broker_service_pb2.LedgerRow) -> results.LedgerEntry:
     return results.LedgerEntry(row.object_class, row.role, row.device, _phase(row.phase), row.size_bytes,
-                               row.slab_count)
+                               row.slab_count, _residency(row.residency))
+
+
+def _residency(number: int) -> Any:
+    return "" if number == types_pb2.RESIDENCY_UNSPECIFIED else _enum(types_pb2.Residency, "RESIDENCY_", number)
 
 
 def mesh(message: pb.GetMeshResponse) -> results.Mesh:

@@ -148,6 +148,8 @@ class LedgerEntry:
     """Empty in entries of now."""
     size_bytes: int
     slab_count: int
+    residency: Literal["hbm", "pinned", "discarded", ""] = ""
+    """Where the bytes are: in the device's memory, or parked in the host's."""
 
 
 @dataclass(frozen=True, slots=True)

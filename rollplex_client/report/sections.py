@@ -127,9 +127,9 @@ def time_table(seconds: Mapping[str, float]) -> str:
 
 
 def memory_table(peaks: Sequence[LedgerEntry]) -> str:
-    cells: dict[tuple[str, str, str], dict[str, int]] = {}
+    cells: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for entry in peaks:
-        row = cells.setdefault((entry.object_class, entry.role, entry.device), {})
+        row = cells.setdefault((entry.object_class, entry.role, entry.device, entry.residency), {})
         row[entry.phase] = max(row.get(entry.phase, 0), entry.size_bytes)
     phases = [phase for phase in PHASES if any(row.get(phase) for row in cells.values())]
     largest = max((size for row in cells.values() for size in row.values()), default=0) or 1
@@ -139,11 +139,11 @@ def memory_table(peaks: Sequence[LedgerEntry]) -> str:
             return "<td>–</td>"
         return f'<td class="filled" style="background-size:{100 * size / largest:.0f}% 100%">{size_text(size)}</td>'
 
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(role)}</td><td>{escape(device)}</td>"
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(role)}</td><td>{escape(device)}</td><td>{escape(residency)}</td>"
                    + "".join(cell(row.get(phase, 0)) for phase in phases) + "</tr>"
-                   for (name, role, device), row in sorted(cells.items(), key=lambda item: -max(item[1].values())))
+                   for (name, role, device, residency), row in sorted(cells.items(), key=lambda item: -max(item[1].values())))
     heads = "".join(f"<th>{phase.upper()}</th>" for phase in phases)
-    return (f'<div class="wide"><table><tr><th>object class</th><th>role</th><th>device</th>{heads}</tr>{rows}'
+    return (f'<div class="wide"><table><tr><th>object class</th><th>role</th><th>device</th><th>in</th>{heads}</tr>{rows}'
             "</table></div>") if rows else ""
 
 

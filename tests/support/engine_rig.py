@@ -41,7 +41,8 @@ def broker(mesh: MeshSection) -> Iterator[None]:
     """`python -m rollplex.broker` until the end of the context."""
     log = mesh.runtime_dir / "broker.log"
     mesh.runtime_dir.mkdir(mode=0o700, exist_ok=True)
-    overrides = [f"mesh.runtime_dir={mesh.runtime_dir}", "broker.keeper=false"]
+    overrides = [f"mesh.runtime_dir={mesh.runtime_dir}", f"mesh.devices={mesh.devices}",
+                 f"mesh.hbm_budget_gib={mesh.hbm_budget_gib}", "broker.keeper=false"]
     command = [sys.executable, "-m", "rollplex.broker", *(part for item in overrides for part in ("--set", item))]
     with log.open("w") as output:
         process = subprocess.Popen(command, stderr=output, stdout=output)

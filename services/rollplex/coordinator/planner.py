@@ -27,9 +27,7 @@ class IterationNeeds:
     """Classes that this iteration has nothing of."""
 
     def planned(self, phase: Phase) -> list[PlannedBytes]:
-        if self.plan is None:
-            return []
-        return [item for item in self.plan.planned(phase) if item.object_class not in self.left_out]
+        return [] if self.plan is None else self.plan.planned(phase, self.left_out)
 
     @property
     def relaxed(self) -> tuple[str, ...]:
@@ -59,7 +57,8 @@ class Planner:
             rollout_gpus=self.mesh.topology.replica_count * self.mesh.topology.rollout_tp,
             hbm_bytes=budget or UNLIMITED, host_bytes=UNLIMITED, runtime_bytes=self.mesh.hbm_runtime_bytes, work=work,
             schedule=config.schedule, dtype=self.dtype, reference=config.loss.kl_coef > 0, freeze_vision=rates["vision"] == 0,
-            freeze_decoder=rates["decoder"] == 0, kv_pool_bytes=choices.kv_pool_bytes, ablation=config.ablation)
+            freeze_decoder=rates["decoder"] == 0, reference_tp=self.mesh.reference_tensor_parallel,
+            kv_pool_bytes=choices.kv_pool_bytes, ablation=config.ablation)
         plan = make_plan(given, Choice(**choices.as_plan(), activations=config.saved_activations,
                                        suffix_activations=config.suffix_activations))
         without = set() if trains else {name for column in plan.columns for name in column.hbm} - OF_ROLLOUT

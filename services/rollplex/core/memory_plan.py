@@ -6,7 +6,7 @@ Which class may be where in which phase comes from the residency contract; sizes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
 from rollplex.core.config import SAVED_MODES, SUFFIX_MODES, AblationConfig
@@ -18,6 +18,7 @@ from rollplex.core.residency import CONTRACT, RUNTIME, Holding, PlannedBytes, Re
 
 AUTO = "auto"
 GRADIENTS, REFERENCE = ("hbm", "pinned"), ("pinned", "resident", "re-read")
+OF_REFERENCE = frozenset({"boundary_reference", "reference_weights"})
 WORKING_PHASES = (Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE)
 
 
@@ -87,16 +88,17 @@ class Plan:
         """Classes whose row of the contract does not hold in this run."""
         return relaxed_classes(self.given.ablation, reference_resident=self.choice.reference == "resident")
 
-    def needs(self, phase: Phase) -> dict[str, int]:
-        """Object class -> bytes of one training GPU at the largest column of a phase; empty for IDLE."""
-        columns = [column for column in self.columns if column.phase is phase and column.name != "ROLLOUT GPU"]
-        return dict(max(columns, key=lambda column: column.total).hbm) if columns else {}
+    def needs(self, phase: Phase, without: Container[str] = ()) -> dict[str, int]:
+        """Object class -> bytes of one training GPU at the largest column of a phase, some classes left out; empty for IDLE."""
+        columns = [{name: size for name, size in column.hbm.items() if name not in without}
+                   for column in self.columns if column.phase is phase and column.name != "ROLLOUT GPU"]
+        return max(columns, key=lambda held: sum(held.values()), default={})
 
-    def planned(self, phase: Phase) -> list[PlannedBytes]:
+    def planned(self, phase: Phase, without: Container[str] = ()) -> list[PlannedBytes]:
         """`needs` of every device of the plan's topology; what rollout's own devices need is not among it."""
-        topology = self.given.topology
+        topology, ranks = self.given.topology, Sizes(self.given).reference_tp
         return [PlannedBytes(name, topology.device_name(device), size) for device in range(topology.train_tp)
-                for name, size in self.needs(phase).items()]
+                for name, size in self.needs(phase, {*without, *(OF_REFERENCE if device >= ranks else ())}).items()]
 
     @property
     def peak(self) -> Column:
@@ -180,8 +182,8 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
         "actor_snapshot": sizes.training_weights if given.schedule == "disaggregated" else sizes.shared_snapshot,
         "rollout_kv": sizes.rollout_kv,
         "boundary_trainer": sizes.boundary,
-        "boundary_reference": sizes.boundary if given.reference else 0,
-        "reference_weights": sizes.training_weights if given.reference else 0,
+        "boundary_reference": sizes.reference_boundary if given.reference else 0,
+        "reference_weights": sizes.reference_weights if given.reference else 0,
         "prefix_activations": waiting,
         "suffix_activations": sizes.suffix_activations(choice.suffix_activations),
         "gradients": sizes.gradient_window if spilled else sizes.gradients,
@@ -217,10 +219,11 @@ def _host(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[str, int]:
     of_a_gpu = {
         "optimizer_state": 0 if given.ablation.no_state_offload else sizes.master + sizes.moments + sizes.spare_slots,
         "gradients": sizes.gradients if choice.gradients == "pinned" else 0,
-        "reference_weights": sizes.training_weights if given.reference and choice.reference == "pinned" else 0,
         "pinned_pool": sizes.layer_inputs if choice.activations == "offload" else 0,
     }
     host = {name: size * given.gpus for name, size in of_a_gpu.items()} | {"media": sizes.media}
+    if given.reference and choice.reference == "pinned":
+        host["reference_weights"] = sizes.reference_weights * sizes.reference_tp * (given.gpus // given.topology.train_tp)
     return {name: size for name, size in host.items() if size}
 
 

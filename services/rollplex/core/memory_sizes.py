@@ -65,6 +65,8 @@ class PlanInput:
     freeze_vision: bool = False
     freeze_decoder: bool = False
     moments_dtype: str = "float32"
+    reference_tp: int = 0
+    """Tensor-parallel size of the reference, which sits on the first GPUs of a training group; 0: as training's."""
     kv_pool_bytes: int = 0
     """Of a GPU: what rollout sets aside for keys and values whatever its samples need; 0: what the samples need."""
     ablation: AblationConfig = field(default_factory=AblationConfig)
@@ -123,6 +125,24 @@ class Sizes:
     def training_weights(self) -> int:
         layout = self.given.layout
         return (layout.language_total + layout.vision_total).training_elements * self.item
+
+    @property
+    def reference_tp(self) -> int:
+        return self.given.reference_tp or self.given.topology.train_tp
+
+    @cached_property
+    def reference_weights(self) -> int:
+        """Of one of the reference's ranks."""
+        if self.reference_tp == self.given.topology.train_tp:
+            return self.training_weights
+        topology = Topology(self.reference_tp, self.reference_tp)
+        layout = summarise(self.given.shapes, topology, self.given.train_layout, self.given.dtype)
+        return (layout.language_total + layout.vision_total).training_elements * self.item
+
+    @property
+    def reference_boundary(self) -> int:
+        """Of one of the reference's ranks: keys and values of all prompts."""
+        return self.groups_per_rank * self.given.work.prompt_tokens * self.kv_token(self.reference_tp)
 
     @cached_property
     def rollout_weights(self) -> int:

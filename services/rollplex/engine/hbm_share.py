@@ -12,7 +12,7 @@ def bound_allocator(device: torch.device, *, budget_gib: float, share_gib: float
 
     Slabs, pages behind fixed addresses and vLLM's pool are not the allocator's.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and (budget_gib or share_gib):
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(allocator_fraction(total_bytes, budget_gib, share_gib), device)
 

@@ -142,7 +142,8 @@ class TrainerEngine:
                 self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
                 hashes.append(inputs.hash())
                 context.progress(done, len(groups), "groups")
-            self._report.send()
+            # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
+            self._report.at_barrier()
             return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
 
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,

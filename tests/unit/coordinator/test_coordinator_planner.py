@@ -52,6 +52,13 @@ def test_what_the_run_leaves_out_is_not_planned(planner):
     assert set(by_class(find(planner, trains=False), Phase.OVERLAP)) == {"actor_snapshot", "rollout_kv", RUNTIME}
 
 
+def test_a_validation_of_a_serial_run_counts_its_decode(planner):
+    """Prefixes, which a validation has none of, are the larger column of OVERLAP."""
+    serial = replace(CONFIG, schedule="serial")
+    assert by_class(find(planner, serial, trains=False), Phase.OVERLAP)["rollout_kv"] == 3 * GIB
+    assert "rollout_kv" not in by_class(find(planner, serial, tokens=[20000] * 8), Phase.OVERLAP)
+
+
 def test_without_a_pool_rollout_is_planned_only_under_a_budget(planner):
     free = EngineChoices()
     assert "rollout_kv" not in by_class(find(planner, choices=free), Phase.OVERLAP)
