@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rollplex.core.hbm_shares import GRADIENT_KEYS, REFERENCE_KEYS, engine_plan
 from rollplex.core.host_memory import default_host_limit_bytes
-from rollplex.core.memory_plan import Plan, make_plan
+from rollplex.core.memory_plan import Choice, Plan
 from rollplex.core.memory_sizes import GIB, PlanInput, Work
 from rollplex.core.strict import apply_overrides, read_toml
 from rollplex.core.topology import Topology
@@ -42,22 +43,24 @@ def arm_tables(job: Job, arm: Arm, runtime_dir: Path, hbm_bytes: int) -> dict[st
         mesh["own_replicas"] = 1
     rows = job.groups * job.samples
     rollout: dict[str, Any] = {"engine": "torch", "max_rows": rows}
-    engines: dict[str, Any] = {}
+    trainer: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
     if on_gpu:
+        engines = {"threads": GPU_THREADS}
         mesh |= {"devices": "cuda", "sharing": arm.policy}
         longest = job.prompt_tokens + job.max_response
         rollout = {"engine": "vllm", "max_rows": rows, "threads": GPU_THREADS, "vllm": {
-            "kv_cache_gib": kv_cache_gib(job), "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS,
-            # What must be free when vLLM starts; trainer and reference may have taken theirs by then.
-            "gpu_memory_utilization": 0.2}}
-        engines = {"threads": GPU_THREADS}
-        choice = gpu_plan(job, arm.schedule, hbm_bytes).choice
+            "kv_cache_gib": kv_cache_gib(job), "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS}}
+        # One plan for all arms: with other activations kept, more than the schedule would differ.
+        choice = gpu_plan(job, hbm_bytes).choice
         run |= {"saved_activations": choice.activations, "suffix_activations": choice.suffix_activations}
+        trainer, reference = ({**engines, "gradients": GRADIENT_KEYS[choice.gradients]},
+                              {**engines, "weights": REFERENCE_KEYS[choice.reference]})
     else:
         run["saved_activations"] = "recompute"
     workers = max(1, min(job.groups, len(os.sched_getaffinity(0)) // 2))
     return {
-        "mesh": mesh, "run": run, "rollout": rollout, "trainer": dict(engines), "reference": dict(engines),
+        "mesh": mesh, "run": run, "rollout": rollout, "trainer": trainer, "reference": reference,
         "model": {"checkpoint": str(job.checkpoint), "dtype": "bfloat16" if on_gpu else "float32",
                   "max_prompt_tokens": job.prompt_tokens},
         "coordinator": {"media_roots": [str(job.media_root)], "media": dict(job.workload["media"]), "builtin_reward": "",
@@ -73,11 +76,11 @@ def kv_cache_gib(job: Job) -> float:
     return math.ceil(100 * KV_MARGIN * tokens * job.model.kv_token_bytes(job.item_bytes) / GIB) / 100
 
 
-def gpu_plan(job: Job, schedule: str, hbm_bytes: int) -> Plan:
-    """Where `rollplex plan` would put the classes on one GPU."""
+def gpu_plan(job: Job, hbm_bytes: int) -> Plan:
+    """Where an overlapping iteration's classes fit on one GPU, of what the engines offer."""
     lengths = [sum(row) for iteration in range(job.iterations) for row in job.lengths(iteration)]
-    return make_plan(PlanInput(
-        shapes=job.model.shapes, topology=Topology(1, 1), gpus=1, rollout_gpus=1, hbm_bytes=hbm_bytes,
-        host_bytes=default_host_limit_bytes(), runtime_bytes=RUNTIME_BYTES, schedule=schedule, reference=job.kl_coef > 0,
+    return engine_plan(PlanInput(
+        shapes=job.model.shapes, topology=Topology(1, 1), gpus=1, hbm_bytes=hbm_bytes,
+        host_bytes=default_host_limit_bytes(), runtime_bytes=RUNTIME_BYTES, schedule="overlap", reference=job.kl_coef > 0,
         work=Work(groups=job.groups, samples=job.samples, prompt_tokens=job.prompt_tokens,
-                  response_tokens=max(1, -(-max(lengths) // job.samples)), micro_batch_samples=job.samples)))
+                  response_tokens=max(1, -(-max(lengths) // job.samples)), micro_batch_samples=job.samples)), Choice())

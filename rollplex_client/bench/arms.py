@@ -22,6 +22,10 @@ class Arm:
         return f"{self.schedule}@{self.policy}"
 
     @property
+    def gpus(self) -> int:
+        return 2 if self.schedule == "disaggregated" else 1
+
+    @property
     def run_name(self) -> str:
         """A run's name may not hold an @."""
         return f"bench-{self.schedule}-{self.policy}"

@@ -1,10 +1,10 @@
-"""How much of a GPU's memory is in use while something runs, as the driver sees it: all processes, whatever allocated it."""
+"""How much GPU memory is in use while something runs, as the driver sees it: all processes, whatever allocated it."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PERIOD_S = 0.02
@@ -12,29 +12,32 @@ PERIOD_S = 0.02
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """Bytes of GPU 0; None where there is no driver to ask."""
+    """Bytes of the first GPUs together; None where there is no driver that tells."""
 
     before_bytes: int | None = None
     peak_bytes: int | None = None
 
 
 @contextlib.contextmanager
-def watch_memory(device: str) -> Iterator[MemoryWatch]:
+def watch_memory(device: str, gpus: int = 1) -> Iterator[MemoryWatch]:
     """Samples every 20 ms: a peak that is shorter may be missed."""
-    watch = MemoryWatch()
-    if device != "cuda":
-        yield watch
+    used = _reader(gpus) if device == "cuda" else None
+    if used is None:
+        yield MemoryWatch()
         return
-    import pynvml
+    with watched(used) as watch:
+        yield watch
 
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    watch.before_bytes = watch.peak_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).used
-    ended = threading.Event()
+
+@contextlib.contextmanager
+def watched(used: Callable[[], int]) -> Iterator[MemoryWatch]:
+    """The largest of what `used` says meanwhile."""
+    first = used()
+    watch, ended = MemoryWatch(first, first), threading.Event()
 
     def sample() -> None:
         while not ended.wait(PERIOD_S):
-            watch.peak_bytes = max(watch.peak_bytes, pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            watch.peak_bytes = max(watch.peak_bytes, used())
 
     thread = threading.Thread(target=sample, name="gpu-memory", daemon=True)
     thread.start()
@@ -43,4 +46,15 @@ def watch_memory(device: str) -> Iterator[MemoryWatch]:
     finally:
         ended.set()
         thread.join()
-        pynvml.nvmlShutdown()
+
+
+def _reader(gpus: int) -> Callable[[], int] | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
+        _ = pynvml.nvmlDeviceGetMemoryInfo(handles[0]).used
+    except pynvml.NVMLError:
+        return None
+    return lambda: sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)

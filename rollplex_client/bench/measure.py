@@ -20,17 +20,17 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
     """Everything of one arm, as JSON."""
     records = run.history.iterations[FIRST_MEASURED:]
     works = [job.work(record.result.iteration) for record in records]
-    gpus = 2 if run.arm.schedule == "disaggregated" else 1
     step_s = [record.metrics["timing_s/step"] for record in records]
     names = sorted({name for record in records for name in record.metrics if name.startswith(TIMING_PREFIX)})
     return {
-        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": gpus, "start_s": run.start_s,
+        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": run.arm.gpus, "start_s": run.start_s,
         "first_step_s": run.history.iterations[0].metrics["timing_s/step"], "steps_s": step_s,
         "step_s": statistics.median(step_s), "walls_s": run.wall_s, "wall_s": statistics.median(run.wall_s),
         "phase_s": {name.removeprefix(TIMING_PREFIX): _median(records, name) for name in names},
         "throughput": throughput(works, step_s, job.samples),
-        "mfu": mfu(job, works, step_s, hardware, gpus),
-        "decode": decode_distance(job, works, [_decode_s(record) for record in records], hardware),
+        "mfu": mfu(job, works, step_s, hardware, run.arm.gpus),
+        "rollout": rollout_distance(job, works, [record.metrics["timing_s/gen"] for record in records], hardware),
+        "decode": decode_distance(job, works, records, hardware),
         "prefix": {role: prefix_distance(job, works, [record.metrics.get(f"timing_s/prefix_{role}") for record in records],
                                          hardware) for role in ("trainer", "reference")},
         "hbm_peak_bytes": ledger_peaks(run.history.peaks), "gpu_memory": {
@@ -41,10 +41,6 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
 
 def _median(records: Sequence[IterationRecord], name: str) -> float:
     return statistics.median(record.metrics[name] for record in records if name in record.metrics)
-
-
-def _decode_s(record: IterationRecord) -> float:
-    return record.metrics["rollplex/rollout/decode_s"]
 
 
 def throughput(works: Sequence[Sequence[GroupWork]], step_s: Sequence[float], samples: int) -> dict[str, float]:
@@ -75,26 +71,55 @@ def mfu(job: Job, works: Sequence[Sequence[GroupWork]], step_s: Sequence[float],
             **{f"unshared_of_{name}": _over(computed, hardware[f"{name}_flops"]) for name in ("stated", "measured")}}
 
 
-def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], decode_s: Sequence[float], hardware: Mapping[str, Any]
-                    ) -> dict[str, Any]:
-    """Measured decode over the time that its bytes need: weights in every step, and keys and values of each sample's
-    context, or of the prompt once a group (`shared`)."""
-    result: dict[str, Any] = {"measured_s": statistics.median(decode_s),
-                              "token_steps": statistics.median(_steps(work) for work in works)}
-    result["token_step_s"] = result["measured_s"] / max(1, result["token_steps"])
+def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], records: Sequence[IterationRecord],
+                    hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """Time of the engine's decode steps over the time that their bytes need: weights in every step, and keys and values of each
+    sample's context, or of the prompt once a group (`shared`).
+
+    Steps that also have prompt tokens are no decode steps, so of all keys and values only the share counts that the decode
+    steps' samples read: they as a part of all tokens that are decoded.
+    """
+    decode_s = [record.metrics["rollplex/rollout/decode_s"] for record in records]
+    # Where every response has one token there is no decode step.
+    steps, batch = ([record.metrics.get(f"rollplex/rollout/decode_{name}", 0.0) for record in records]
+                    for name in ("steps", "batch"))
+    result: dict[str, Any] = {"measured_s": statistics.median(decode_s), "token_steps": statistics.median(steps),
+                              "batch": statistics.median(batch),
+                              "token_step_s": statistics.median(map(_per, decode_s, steps))}
     for name, shared in (("per_sample", False), ("shared", True)):
-        bytes_read = [job.model.decode_bytes(work, job.item_bytes, shared=shared) for work in works]
+        bytes_read = [count * job.model.decode_weight_bytes(job.item_bytes)
+                      + min(1.0, count * rows / max(1, _decoded(work)))
+                      * job.model.kv_read_bytes(work, job.item_bytes, shared=shared)
+                      for work, count, rows in zip(works, steps, batch, strict=True)]
         result[f"{name}_bytes"] = statistics.median(bytes_read)
         for source in ("stated", "measured"):
             bandwidth = hardware[f"{source}_bandwidth"]
-            bound_s = None if bandwidth is None else statistics.median(bytes_read) / bandwidth
-            result[f"{name}_bound_s_{source}"] = bound_s
-            result[f"{name}_distance_{source}"] = None if not bound_s else result["measured_s"] / bound_s
+            result[f"{name}_distance_{source}"] = None if not bandwidth else statistics.median(
+                _per(seconds, size / bandwidth) for seconds, size in zip(decode_s, bytes_read, strict=True))
     return result
 
 
-def _steps(work: Sequence[GroupWork]) -> int:
-    return max(length for group in work for length in group.lengths) - 1
+def _decoded(work: Sequence[GroupWork]) -> int:
+    """Tokens that decoding makes: all but each response's first."""
+    return sum(length - 1 for group in work for length in group.lengths)
+
+
+def _per(value: float, count: float) -> float:
+    return value / count if count else 0.0
+
+
+def rollout_distance(job: Job, works: Sequence[Sequence[GroupWork]], rollout_s: Sequence[float], hardware: Mapping[str, Any]
+                     ) -> dict[str, float | None]:
+    """Whole rollout over the FLOPs of its prompts, computed once a group, and then the bytes of its decoding, every sample
+    reading its own context. Unlike `decode_distance` it does not depend on where an engine draws the line between the two."""
+    result: dict[str, float | None] = {"measured_s": statistics.median(rollout_s)}
+    for source in ("stated", "measured"):
+        flops, bandwidth = hardware[f"{source}_flops"], hardware[f"{source}_bandwidth"]
+        result[f"distance_{source}"] = None if not flops or not bandwidth else statistics.median(
+            seconds / (sum(job.model.prefix(group.prompt) + job.model.head for group in work) / flops
+                       + job.model.decode_bytes(work, job.item_bytes, shared=False) / bandwidth)
+            for work, seconds in zip(works, rollout_s, strict=True))
+    return result
 
 
 def prefix_distance(job: Job, works: Sequence[Sequence[GroupWork]], prefix_s: Sequence[float | None],

@@ -23,7 +23,9 @@ from rollplex_client.report.sections import LANES, section
 from rollplex_client.report.svg import Bar, Lane, gantt, legend
 
 LEGEND = [("rollout prefill", "six", False), ("rollout decode", "one", False), ("trainer prefix", "two", False),
-          ("reference", "five", False), ("suffix and backward", "three", False), ("update", "four", False)]
+          ("reference", "five", False), ("suffix and backward", "three", False), ("update", "four", False),
+          ("barriers and binds", "soft", False)]
+BARRIERS = ("ready", "release", "leave", "bind")
 FACTS = ("origin", "job", "hardware", "build")
 WIDE = 'class="wide"'
 
@@ -78,10 +80,12 @@ def arm_lanes(arm: dict[str, Any]) -> list[Lane]:
             prefill_s = min(duration_s, arm["metrics"][-1].get("rollplex/rollout/prefill_s", 0.0))
             rows["rollout"] = [Bar("prefill", "six", start_s, prefill_s),
                                Bar("decode", "one", start_s + prefill_s, duration_s - prefill_s)]
+        elif name in BARRIERS:
+            rows.setdefault("mesh", []).append(Bar(name, "soft", start_s, duration_s))
         elif name in LANES and LANES[name][0] in ("reference", "trainer"):
             lane, label, colour = LANES[name]
             rows.setdefault(lane, []).append(Bar(label, colour, start_s, duration_s))
-    return [Lane(lane, rows[lane]) for lane in ("rollout", "reference", "trainer") if lane in rows]
+    return [Lane(lane, rows[lane]) for lane in ("rollout", "reference", "trainer", "mesh") if lane in rows]
 
 
 def _table(corner: str, heads: list[str], rows: Iterator[Row]) -> str:
@@ -100,6 +104,7 @@ def _trl(result: dict[str, Any]) -> str:
     rows = [("steps, seconds", ", ".join(f"{step:.2f}" for step in trl["steps_s"])),
             ("of them generation", ", ".join(f"{step:.2f}" for step in trl["generate_s"])),
             ("prompt tokens", ", ".join(map(str, trl["prompt_tokens"]))), ("micro-batch", str(trl["micro_batch"])),
+            ("vLLM's further arguments", json.dumps(trl["vllm_options"])),
             *trl["settings"].items()]
     body = "".join(f'<tr><td>{escape(name)}</td><td style="white-space:normal;text-align:left">{escape(text)}</td></tr>'
                    for name, text in rows)

@@ -50,7 +50,7 @@ def run_arm(job: Job, arm: Arm, settings: Settings, logs: Path, output: Output, 
     """Raises what bringing up a mesh and training raise; logs are kept either way."""
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(watch_memory(job.device))
+        memory = stack.enter_context(watch_memory(job.device, arm.gpus))
         stack.callback(_keep_logs, settings.mesh.runtime_dir, logs)
         supervisor = bring_up(settings, timeout_s=timeout_s, on_health=on_health)
         stack.callback(supervisor.shut_down, stop_timeout_s(settings))

@@ -22,6 +22,7 @@ def main_rows(result: dict[str, Any]) -> Iterator[Row]:
     serial = next((arm for arm in result["arms"] if arm["schedule"] == "serial"), None)
     yield "step, seconds", [_number(column["step_s"], 3) for column in columns]
     yield "  with the next one's media read meanwhile (wall)", [_number(column.get("wall_s"), 3) for column in columns]
+    yield "  of it rollout", [_number(column["rollout"]["measured_s"], 3) for column in columns]
     if serial:
         yield "  speedup over serial", [_number(serial["step_s"] / column["step_s"], 3) for column in columns]
     if result["trl"]:
@@ -44,8 +45,13 @@ def phase_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 def bound_rows(result: dict[str, Any]) -> Iterator[Row]:
     arms = result["arms"]
+    for source in ("measured", "stated"):
+        yield f"rollout over its prompts' FLOPs and decode's bytes, {source}", [
+            _number(arm["rollout"][f"distance_{source}"], 2) for arm in arms]
     yield "decode as the engine measured it, seconds", [_number(arm["decode"]["measured_s"], 3) for arm in arms]
-    yield "  a token step, milliseconds", [_number(1e3 * arm["decode"]["token_step_s"], 2) for arm in arms]
+    yield "  steps", [_number(arm["decode"]["token_steps"], 0) for arm in arms]
+    yield "  samples in one", [_number(arm["decode"]["batch"], 1) for arm in arms]
+    yield "  a step, milliseconds", [_number(1e3 * arm["decode"]["token_step_s"], 2) for arm in arms]
     for source in ("measured", "stated"):
         for kind, text in (("per_sample", "KV of every sample"), ("shared", "a prompt's KV once a group")):
             yield f"  over its bound: {text}, {source} bandwidth", [

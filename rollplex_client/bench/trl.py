@@ -14,14 +14,15 @@ from typing import Any
 from rollplex.core.errors import InternalError
 from rollplex_client.bench.gpu_memory import watch_memory
 from rollplex_client.bench.job import Job
-from rollplex_client.bench.measure import FIRST_MEASURED, mfu, throughput
+from rollplex_client.bench.measure import FIRST_MEASURED, mfu, rollout_distance, throughput
 from rollplex_client.bench.run_arm import REWARD
 from rollplex_client.cli.mesh import last_lines
 
 LOG_LINES = 20
 
 
-def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, timeout_s: float) -> dict[str, Any]:
+def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, vllm_options: dict[str, Any], timeout_s: float
+            ) -> dict[str, Any]:
     """What trl_run measured, and the GPU's memory as the driver saw it. Raises InternalError with the log's last lines."""
     folder.mkdir(parents=True, exist_ok=True)
     order, answer, log = folder / "job.json", folder / "result.json", folder / "trl.log"
@@ -31,7 +32,8 @@ def run_trl(job: Job, folder: Path, batch: int, vllm_share: float, timeout_s: fl
         "texts": job.workload["texts"], "samples": job.samples, "iterations": job.iterations,
         "lengths": [job.lengths(iteration) for iteration in range(job.iterations)], "max_response": job.max_response,
         "prompt_tokens": job.prompt_tokens, "kl_coef": job.kl_coef, "seed": job.seed, "learning_rate": job.learning_rate,
-        "reward": REWARD, "batch": batch, "vllm_share": vllm_share, "out": str(folder / "checkpoints"), "answer": str(answer)}))
+        "reward": REWARD, "batch": batch, "vllm_share": vllm_share, "vllm_options": vllm_options,
+        "out": str(folder / "checkpoints"), "answer": str(answer)}))
     # With several GPUs visible transformers' Trainer would want a launcher.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     with watch_memory(job.device) as memory, log.open("w") as file:
@@ -53,5 +55,6 @@ def trl_result(job: Job, measured: dict[str, Any], arms: list[dict[str, Any]], h
     works = [job.work(iteration) for iteration in range(FIRST_MEASURED, job.iterations)]
     step_s = statistics.median(steps)
     return measured | {"step_s": step_s, "mfu": mfu(job, works, steps, hardware, 1),
+                       "rollout": rollout_distance(job, works, measured["generate_s"][FIRST_MEASURED:], hardware),
                        "throughput": throughput(works, steps, job.samples),
                        "slower_than": {arm["arm"]: step_s / arm["wall_s"] for arm in arms}}

@@ -1,8 +1,9 @@
-"""The options of `rollplex bench`. Imports argparse only."""
+"""The options of `rollplex bench`. Imports the standard library only."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 SHAPES = ("tiny", "3b", "7b")
@@ -32,6 +33,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     how.add_argument("--vs", choices=("trl",), help="afterwards, the same job with TRL's GRPOTrainer")
     _number(how, "--trl-batch", 8, "samples of TRL's micro-batch")
     _number(how, "--trl-vllm-share", 0.35, "of the GPU's memory for TRL's vLLM", float)
+    how.add_argument("--trl-vllm", type=_options, default={}, metavar="JSON", help="further arguments of TRL's vllm.LLM, as "
+                     '{"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}, which starts in less time')
     how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries every step, with no claim to speed")
     how.add_argument("--work", type=Path, default=Path("runs/bench-data"), metavar="DIR",
                      help="checkpoint and videos; what lies there is used again (default runs/bench-data)")
@@ -40,6 +43,13 @@ def add_bench(add) -> argparse.ArgumentParser:
     _number(how, "--timeout", 300.0, "seconds in which a mesh must be up", float)
     _number(how, "--trl-timeout", 3600.0, "seconds in which TRL must be done", float)
     return bench
+
+
+def _options(text: str) -> dict:
+    options = json.loads(text)
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return options
 
 
 def _number(group: argparse._ArgumentGroup, option: str, default: float, text: str, kind: type = int) -> None:

@@ -106,7 +106,8 @@ def _run_one(job: Job, arm: Arm, arguments: argparse.Namespace, hardware: dict[s
 
 def _run_trl(job: Job, arguments: argparse.Namespace, result: dict[str, Any], output: Output) -> None:
     output.note("TRL: the same job")
-    measured = run_trl(job, arguments.out / "trl", arguments.trl_batch, arguments.trl_vllm_share, arguments.trl_timeout)
+    measured = run_trl(job, arguments.out / "trl", arguments.trl_batch, arguments.trl_vllm_share, arguments.trl_vllm,
+                       arguments.trl_timeout)
     result["trl"] = trl_result(job, measured, result["arms"], result["hardware"])
 
 

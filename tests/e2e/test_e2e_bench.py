@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_rig import Cli
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two meshes one after the other: a busy machine takes its time
 
 SMALL = ("--shape", "tiny", "--device", "cpu", "--prompt-tokens", 160, "--groups", 2, "--samples", 2, "--response-tokens", 6,
          "--max-response-tokens", 12, "--iterations", 2)
@@ -16,7 +16,7 @@ SMALL = ("--shape", "tiny", "--device", "cpu", "--prompt-tokens", 160, "--groups
 @pytest.fixture
 def cli():
     # No --runtime-dir: every arm makes one of its own.
-    with Cli(runtime_dir=None, env={"OMP_NUM_THREADS": "1"}) as cli:
+    with Cli(runtime_dir=None, env={"OMP_NUM_THREADS": "1"}, timeout_s=500.0) as cli:
         yield cli
 
 

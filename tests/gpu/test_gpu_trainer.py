@@ -3,6 +3,7 @@ where they compare it with itself, so that nothing but the device is new on a GP
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,7 +24,15 @@ from rollplex.data.processor import PromptProcessor
 from rollplex.engine import PromptReader, device_errors
 from rollplex.memory.pinned_pool import PinnedPool
 from rollplex.memory.transfer import to_device
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel, read_model_config
+from rollplex.model import (
+    ActorLayout,
+    VisionLanguageModel,
+    destroy_tensor_parallel,
+    init_tensor_parallel,
+    load_into,
+    prefix_forward,
+    read_model_config,
+)
 
 HAS_GPU = torch.cuda.is_available()
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")])
@@ -205,7 +214,10 @@ def test_device_peak_does_not_grow_with_the_model(devices):
             torch.cuda.reset_peak_memory_stats()
             staging = update._pipeline._buffers.nbytes
             before = torch.cuda.memory_allocated() - staging
+        began = time.perf_counter()
         result = update.run(order(1))
+        rate = result.state_bytes / (time.perf_counter() - began) / 1e9
+        print(f"{chunks} chunks on {devices}: {rate:.1f} GB/s in and out together")
         peaks.append((result.peak_state_bytes, torch.cuda.max_memory_allocated() - before if devices == "cuda" else 0))
         assert result.chunk_count == chunks
         for name, (target,) in targets.items():
@@ -304,6 +316,27 @@ class TestWithoutWaiting:
         engine.quiesce(QUIET, False)
         no_waiting()
         engine.materialize_prefix(QUIET, prompts)
+
+    @pytest.mark.parametrize("saved", ["keep", "recompute", "from_inputs"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_prefixes_with_media(self, tiny_checkpoint, no_waiting, dtype, saved):
+        """From the slab to the boundary, the vision tower included."""
+        session, config = FakeSession(), read_model_config(tiny_checkpoint)
+        processor = PromptProcessor.load(tiny_checkpoint, max_prompt_tokens=2048)
+        prompts, reader = PromptMaker(processor, session.add), PromptReader(session, processor, config, "cuda:0")
+        layout = ActorLayout.build(config, 1, str(dtype).removeprefix("torch."))
+        views = layout.training_views(layout.views(torch.zeros(layout.size_bytes, dtype=torch.uint8, device="cuda:0")))
+        load_into(tiny_checkpoint, config, views)
+        model = VisionLanguageModel(config, dtype, "cuda:0")
+        model.bind(views)
+        groups = [prompts.group(kind, 1) for kind in ("image", "video", "mixed")]
+        for group in groups:
+            prefix_forward(model, reader.read(group), saved)
+        no_waiting()
+        boundaries = [prefix_forward(model, reader.read(group), saved) for group in groups]
+        torch.cuda.set_sync_debug_mode("default")
+        assert all(k.isfinite().all() and v.isfinite().all() for boundary in boundaries for k, v in boundary.layers)
+        session.close()
 
     def test_reading_prompts_with_media(self, tiny_checkpoint, no_waiting):
         session = FakeSession()

@@ -57,11 +57,13 @@ class Done:
 class Cli:
     """Runs commands in a short folder of its own, over one runtime directory; `close` ends the mesh that is left there."""
 
-    def __init__(self, runtime_dir: str | None = "rt", env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, runtime_dir: str | None = "rt", env: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S
+                 ) -> None:
         # A Unix socket's path has 107 bytes at most, and pytest's directories are long.
         self.folder = Path(tempfile.mkdtemp(prefix="rpx-"))
         self.runtime_dir = self.folder / (runtime_dir or ".rollplex")
         self._options = ("--runtime-dir", str(self.runtime_dir)) if runtime_dir else ()
+        self._timeout_s = timeout_s
         self.env = {**os.environ, "PYTHONWARNINGS": "ignore", **(env or {})}
 
     def arguments(self, *arguments: object) -> list[str]:
@@ -74,7 +76,7 @@ class Cli:
     def __call__(self, *arguments: object) -> Done:
         process = self.start(*arguments)
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            stdout, stderr = process.communicate(timeout=self._timeout_s)
         finally:
             end(process)
         log = self.runtime_dir / "logs" / "coordinator.log"

@@ -98,6 +98,8 @@ class EngineClient:
     """The coordinator's side of one engine."""
 
     _epochs = itertools.count(1)
+    watch_s = 120.0
+    """How long a command may take; a GPU's first one compiles."""
 
     def __init__(self, address: str) -> None:
         self.channel = sync_channel(address)
@@ -128,7 +130,7 @@ class EngineClient:
 
     def watch(self, command_id: str, on_samples: Callable[[], None] = lambda: None) -> Outcome:
         outcome = Outcome()
-        for event in self.phase.WatchCommand(phase_pb.WatchCommandRequest(command_id=command_id), timeout=120):
+        for event in self.phase.WatchCommand(phase_pb.WatchCommandRequest(command_id=command_id), timeout=self.watch_s):
             kind = event.WhichOneof("event")
             outcome.kinds.append(kind)
             if kind == "samples":

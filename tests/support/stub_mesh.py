@@ -126,8 +126,8 @@ class StubRollout(Stub):
         while self.last_token_gate is not None and not self.last_token_gate.wait(0.01):
             context.check()
         context.samples(finished[-1:])
-        return work.GenerateResult(sum(len(group.token_ids) for group in groups), 3 * len(finished), 0.0, 0.0,
-                                   tuple(group.prompt_hash for group in groups))
+        return work.GenerateResult(sum(len(group.token_ids) for group in groups), 3 * len(finished), 0.25, 0.5,
+                                   tuple(group.prompt_hash for group in groups), decode_steps=2, decode_rows=2 * len(finished))
 
 
 class StubScorer(Stub):

@@ -14,8 +14,12 @@ from engine_rig import EngineClient
 from rollplex.core import ids, work
 from rollplex.core.config import LossConfig, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.leases import LeaseMode
+from rollplex.core.placement import Placement
 from rollplex.core.strict import to_plain
+from rollplex.core.topology import is_host
 from rollplex.memory.client import BrokerSession
+from rollplex.memory.drivers import driver_of
+from rollplex.memory.mapping import MappedSlab
 from rollplex.rpc.convert import to_proto
 from rollplex.rpc.status import error_from_rpc
 from rollplex.v1 import phase_service_pb2, reference_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc, types_pb2
@@ -62,12 +66,16 @@ class Iterated:
 class TrainerClient(EngineClient):
     """One trainer rank, and its run's snapshot."""
 
-    def __init__(self, address: str, session: BrokerSession, run: str, rank: int = 0) -> None:
+    command_s = 60.0
+
+    def __init__(self, address: str, session: BrokerSession, run: str, rank: int = 0, *, devices: str = "host") -> None:
+        """`devices`: MeshSection.devices."""
         super().__init__(address)
         self.trainer = trainer_service_pb2_grpc.TrainerServiceStub(self.channel)
-        self.session, self.run, self.slab = session, run, ids.actor_slab(run, f"host:{rank}")
+        self.session, self.run, self.slab = session, run, ids.actor_slab(run, f"{devices}:{rank}")
 
-    def start(self, method, message, *, snapshot=0, iteration=0, timeout_s=60.0, **fields) -> str:
+    def start(self, method, message, *, snapshot=0, iteration=0, timeout_s=None, **fields) -> str:
+        timeout_s = timeout_s or self.command_s
         self._sequence += 1
         header = types_pb2.CommandHeader(command_id=ids.new_id("command"), epoch=self._epoch, sequence=self._sequence,
                                          run=self.run, iteration=iteration, snapshot=snapshot)
@@ -142,4 +150,12 @@ class TrainerClient(EngineClient):
     def actor_bytes(self, snapshot: int) -> bytes:
         """As a reader of the snapshot sees them."""
         with self.session.lease(self.slab, LeaseMode.READ, snapshot=snapshot) as lease:
-            return Path(f"/proc/self/fd/{lease.fd}").read_bytes()
+            if is_host(lease.slab.device):
+                return Path(f"/proc/self/fd/{lease.fd}").read_bytes()
+            mapped = MappedSlab(driver_of(lease.slab.device), lease.slab.size_bytes)
+            try:
+                mapped.bind(lease)
+                whole = mapped.tensor(Placement.contiguous("", 0, (lease.slab.size_bytes,), "uint8"))
+                return whole.cpu().numpy().tobytes()
+            finally:
+                mapped.close()

@@ -28,6 +28,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
 
 from rollplex.model.vision_block import Windows, window_attention  # noqa: E402
 
@@ -218,6 +219,8 @@ def collapsed(token_ids: Sequence[int], placeholder: int) -> list[int]:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(job.get("threads") or torch.get_num_threads())
     clock, holder, config = Clock(), [], make_config(job)
+    if job["vllm_options"]:
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **job["vllm_options"])
     trainer = GRPOTrainer(model=job["checkpoint"], reward_funcs=checked_reward(job, lambda: holder[0]), args=config,
                           train_dataset=make_dataset(job), callbacks=[clock])
     holder.append(trainer)
@@ -230,9 +233,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {"steps_s": clock.steps_s, "generate_s": rollout.generate_s, "prompt_tokens": sorted(set(rollout.prompt_tokens)),
-            "torch_peak_bytes": peak, "settings": SETTINGS, "micro_batch": config.per_device_train_batch_size,
-            "weights_dtype": str(next(trainer.model.parameters()).dtype), "grad_norms": [entry["grad_norm"] for entry in logged],
-            "rewards": [entry["reward"] for entry in logged], "config": json.loads(config.to_json_string())}
+            "torch_peak_bytes": peak, "settings": SETTINGS, "vllm_options": job["vllm_options"],
+            "micro_batch": config.per_device_train_batch_size, "weights_dtype": str(next(trainer.model.parameters()).dtype),
+            "grad_norms": [entry["grad_norm"] for entry in logged], "rewards": [entry["reward"] for entry in logged],
+            "config": json.loads(config.to_json_string())}
 
 
 def main() -> None:

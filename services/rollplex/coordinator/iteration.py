@@ -215,8 +215,7 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
 
 def _note_rollout(metrics: dict[str, float], result: GenerateResult) -> None:
     """Replicas work side by side: the slowest one counts."""
-    name = "rollplex/rollout/prefill_s"
-    metrics[name] = max(metrics.get(name, 0.0), result.prefill_s)
+    metrics["rollplex/rollout/prefill_s"] = max(metrics.get("rollplex/rollout/prefill_s", 0.0), result.prefill_s)
     if result.decode_s >= metrics.get("rollplex/rollout/decode_s", 0.0):
         metrics["rollplex/rollout/decode_s"] = result.decode_s
         metrics["rollplex/rollout/decode_steps"] = float(result.decode_steps)

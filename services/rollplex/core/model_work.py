@@ -109,16 +109,20 @@ class ModelWork:
         shapes = self.shapes
         return (shapes.layer_count * self.layer_parameters + shapes.hidden_size * shapes.vocab_size) * item_bytes
 
-    def decode_bytes(self, groups: Sequence[GroupWork], item_bytes: int, *, shared: bool) -> int:
-        """What decoding must read when all samples decode at once: weights in every step, and the keys and values of each
-        sample's context, or with `shared` the prompt's once a group. A response's first token comes from prefill."""
-        steps = max((length for group in groups for length in group.lengths), default=1) - 1
+    def kv_read_bytes(self, groups: Sequence[GroupWork], item_bytes: int, *, shared: bool) -> int:
+        """Keys and values that decoding reads: each sample's context at every step, or with `shared` the prompt's once a group
+        and step. A response's first token comes from prefill."""
         tokens = 0
         for group in groups:
             own = [length - 1 for length in group.lengths]
             tokens += sum(count * (count + 1) // 2 for count in own)
             tokens += group.prompt.tokens * (max(own, default=0) if shared else sum(own))
-        return steps * self.decode_weight_bytes(item_bytes) + tokens * self.kv_token_bytes(item_bytes)
+        return tokens * self.kv_token_bytes(item_bytes)
+
+    def decode_bytes(self, groups: Sequence[GroupWork], item_bytes: int, *, shared: bool) -> int:
+        """What decoding must read when all samples decode at once: weights in every step, and keys and values."""
+        steps = max((length for group in groups for length in group.lengths), default=1) - 1
+        return steps * self.decode_weight_bytes(item_bytes) + self.kv_read_bytes(groups, item_bytes, shared=shared)
 
 
 def tokens_of(groups: Sequence[GroupWork]) -> tuple[int, int]:

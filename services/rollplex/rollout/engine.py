@@ -13,7 +13,7 @@ import numpy as np
 
 from rollplex.core import work
 from rollplex.core.config import AblationConfig, RunConfig
-from rollplex.core.errors import Aborted, BadInput, WrongState
+from rollplex.core.errors import Aborted, BadInput, InternalError, WrongState
 from rollplex.core.ids import sample_seed
 from rollplex.rollout.copies import SnapshotCopies
 
@@ -108,10 +108,11 @@ class TokenEngine(Protocol):
         """Unmaps the snapshot and drops the lease. Idempotent."""
 
     def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        """Samples every group. When `tally.check` raises, in-flight samples are handed on as `aborted` first."""
+        """Samples every group. When `tally.check` raises, in-flight samples are handed on as `aborted` first. Keys and values may
+        be left; `release_kv` follows."""
 
     def release_kv(self) -> int:
-        """Gives back what is left of keys and values; bytes."""
+        """Gives back what is left of keys and values; bytes. Idempotent."""
 
     def close(self) -> None: ...
 
@@ -164,7 +165,7 @@ class RolloutEngine:
                              reason="STALE_SNAPSHOT", bound=self.bound_snapshot, expected=snapshot)
         _check_groups(groups)
         tally = Tally(context, groups)
-        with self._left_when_broken():
+        with self._left_when_broken(), self._kv_released():
             self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
@@ -173,13 +174,29 @@ class RolloutEngine:
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """No command runs any more: the owner thread is here."""
         with self._left_when_broken():
-            released = 0 if self._ablation.rollout_resident else self._tokens.release_kv()
+            released = self._release_kv()
         if leave_snapshot:
             self._leave()
         return work.QuiesceResult(released)
 
     def close(self) -> None:
         self._tokens.close()
+
+    @contextmanager
+    def _kv_released(self) -> Iterator[None]:
+        """Afterwards, unless the device has failed: CUDA refuses everything then, and the error is the one to be told."""
+        failed = False
+        try:
+            yield
+        except InternalError as error:
+            failed = error.reason == "DEVICE_FAULT"
+            raise
+        finally:
+            if not failed:
+                self._release_kv()
+
+    def _release_kv(self) -> int:
+        return 0 if self._ablation.rollout_resident else self._tokens.release_kv()
 
     def _bring(self, context: work.WorkContext, snapshot: int) -> int:
         """Bytes copied to devices of its own; 0 where they are the trainer's."""

@@ -45,7 +45,9 @@ def _build_torch(config: RolloutConfig, replica: int, model: ModelConfig, proces
     workers.start()
     try:
         shard = build_shard(config, replica, 0)
-        reader = PromptReader(shard.session, processor, model)
+        # Further ranks get a prompt by way of host memory.
+        alone = config.mesh.rollout_tensor_parallel == 1
+        reader = PromptReader(shard.session, processor, model, torch_device(shard.device) if alone else "cpu")
         ranks = Replica(shard, workers, config.mesh, process_name(replica, 0))
     except BaseException:
         workers.kill()

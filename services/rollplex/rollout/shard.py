@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from rollplex.core.errors import InternalError
 from rollplex.core.ids import actor_slab
 from rollplex.core.residency import Residency
-from rollplex.core.topology import is_cuda, torch_device
 from rollplex.engine.actor import ActorMapping
+from rollplex.engine.device import release_cached, use_device
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
@@ -24,11 +22,7 @@ class RankShard:
     """
 
     def __init__(self, session: BrokerSession, config: ModelConfig, layout: ActorLayout, device: str) -> None:
-        """A GPU becomes this thread's current one, which collectives and allocations go by."""
-        if is_cuda(device):
-            torch.cuda.set_device(torch_device(device))
-            # float32 is float32: by default convolutions (the tower's patches) have 10 bits of mantissa.
-            torch.backends.cudnn.allow_tf32 = False
+        self._computes_on = use_device(device)
         self.layout, self.device = layout, device
         self.session, self.keys_values = session, KeyValueAccount(session, device)
         self.decoder: GroupDecoder
@@ -59,8 +53,7 @@ class RankShard:
     def drop(self) -> int:
         """After the decode states have gone: their memory is the device's again, not this process's to keep for later ones.
         Bytes of keys and values that were still in the account."""
-        if is_cuda(self.device):
-            torch.cuda.empty_cache()
+        release_cached(self._computes_on)
         return self.keys_values.clear()
 
     def close(self) -> None:

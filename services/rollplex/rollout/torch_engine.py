@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded
+from rollplex.core.phases import Phase
+from rollplex.engine.device import device_errors
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.engine.prompts import PromptReader
 from rollplex.model import ModelConfig, PromptInputs
@@ -34,6 +36,16 @@ class TorchEngine:
         self._replica.unbind()
 
     def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
+        with device_errors(Phase.OVERLAP, "generate", self._replica.shard.device):
+            self._generate(groups, sampling, tally)
+
+    def release_kv(self) -> int:
+        return self._replica.drop()
+
+    def close(self) -> None:
+        self._replica.close()
+
+    def _generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
         sampler = TokenSampler(sampling, self._config.forbidden_token_ids)
         waiting, batches = deque(groups), []
         try:
@@ -55,13 +67,6 @@ class TorchEngine:
         finally:
             for batch in batches:
                 batch.release()
-            self._replica.drop()
-
-    def release_kv(self) -> int:
-        return self._replica.drop()
-
-    def close(self) -> None:
-        self._replica.close()
 
     def _admit(self, waiting: deque[SeededGroup], batches: list[Batch], sampler: TokenSampler, tally: Tally,
                deterministic: bool) -> None:

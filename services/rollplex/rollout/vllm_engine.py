@@ -10,7 +10,9 @@ from vllm import EngineArgs
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
+from rollplex.core.phases import Phase
 from rollplex.data.processor import PromptProcessor
+from rollplex.engine.device import device_errors
 from rollplex.engine.layout_hash import layout_hash
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
@@ -41,7 +43,7 @@ class VllmEngine:
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
                                 config.mesh.collective_timeout_s)
         self._prompts = VllmPrompts(reader, processor, model)
-        self._run = ""
+        self._run, self._device = "", topology.device_name(topology.replica_devices(replica)[0])
         self._start()
 
     def open(self, run: str) -> None:
@@ -65,6 +67,24 @@ class VllmEngine:
             self._group.ask("rollplex_unbind")
 
     def generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
+        with device_errors(Phase.OVERLAP, "generate", self._device):
+            self._generate(groups, sampling, tally)
+
+    def release_kv(self) -> int:
+        if not self._group.running or not self._kv_backed:
+            return 0
+        self._drop_caches()
+        released = sum(self._group.ask("rollplex_release_kv"))
+        self._kv_backed = False
+        return released
+
+    def close(self) -> None:
+        if self._group.running:
+            self._group.ask("rollplex_close")
+        self._group.stop()
+        self._session.close()
+
+    def _generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
         flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
         self._check_lengths(groups, sampling)
         waiting = deque(groups)
@@ -88,21 +108,6 @@ class VllmEngine:
                 flight.abort()
                 with self._group.together("decode"):
                     vllm_internals.settle(self._group.engine)
-                self.release_kv()
-
-    def release_kv(self) -> int:
-        if not self._group.running or not self._kv_backed:
-            return 0
-        self._drop_caches()
-        released = sum(self._group.ask("rollplex_release_kv"))
-        self._kv_backed = False
-        return released
-
-    def close(self) -> None:
-        if self._group.running:
-            self._group.ask("rollplex_close")
-        self._group.stop()
-        self._session.close()
 
     def _start(self) -> None:
         self._group.start()

@@ -57,6 +57,8 @@ async def test_an_iteration_goes_through_its_phases_and_publishes(mesh):
                  "timing_s/bind"):
         assert math.isfinite(done.metrics[name]), name
     assert done.metrics["rewards/stub/mean"] == 0.5
+    for name, value in {"prefill_s": 0.25, "decode_s": 0.5, "decode_steps": 2, "decode_batch": 12}.items():
+        assert done.metrics[f"rollplex/rollout/{name}"] == value
 
 
 async def test_the_reference_works_only_with_a_kl(mesh):

@@ -11,6 +11,7 @@ from rollout_rig import SAMPLING, bits_of, generate, start, teacher_forced, toke
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DataLoss, DeadlineExceeded, WrongState
+from rollplex.core.ids import sample_seed
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "video", "mixed"])
@@ -63,6 +64,22 @@ def test_responses_end_at_an_end_token_or_at_the_limit(mesh, bound):
             assert len(sample.token_ids) == 100
             assert sample.token_ids[-1] not in ends
     assert reasons == {"stop", "length"}
+
+
+def test_prescribed_lengths_are_those_of_the_samples_seeds(mesh, bound):
+    """Whatever the tokens are: some of these responses go on after an end token."""
+    groups = [mesh.prompts.group("text", index, samples=8) for index in range(3)]
+    sampling = dataclasses.replace(SAMPLING, max_response_tokens=100, length_distribution="lognormal:40:100")
+    outcome = generate(mesh, bound, groups, sampling, iteration=2)
+    expected = {(group.group_index, index): sampling.lengths.length(sample_seed(5, 2, group.prompt_ordinal, index))
+                for group in groups for index in range(8)}
+    assert {key: len(sample.token_ids) for key, sample in outcome.samples.items()} == expected
+    assert {sample.finish_reason for sample in outcome.samples.values()} == {"length"}
+    ends = set(mesh.oracle.config.eos_token_ids)
+    assert any(ends & set(sample.token_ids[:-1]) for sample in outcome.samples.values())
+    samples = [outcome.samples[0, index] for index in range(8)]
+    for sample, logp in zip(samples, teacher_forced(mesh, groups[0], samples, 1.0)):
+        np.testing.assert_allclose(np.array(sample.logprobs), logp, atol=1e-4)
 
 
 def test_seeds_decide_the_samples(mesh, bound):

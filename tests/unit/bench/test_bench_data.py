@@ -16,6 +16,7 @@ ensure_torchvision()  # before transformers' model code is imported
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
 from rollplex.bench import checkpoint as bench_checkpoint  # noqa: E402
+from rollplex.bench import trl_run  # noqa: E402
 from rollplex.bench.__main__ import _once  # noqa: E402
 from rollplex.bench.checkpoint import PUBLISHED, build_checkpoint, raw_config  # noqa: E402
 from rollplex.bench.probe import stated  # noqa: E402
@@ -31,6 +32,7 @@ from rollplex.bench.videos import Clips, build_workload, choose_clips, fill_text
 from rollplex.data.processor import PromptProcessor  # noqa: E402
 from rollplex.model import ActorLayout, read_model_config  # noqa: E402
 from rollplex.model.checkpoint import load_into, training_name  # noqa: E402
+from rollplex.model.vision_block import window_attention  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -193,14 +195,22 @@ def test_forced_lengths_end_each_row_at_its_own():
     assert third[1].argmax() == 5
 
 
-def test_trl_s_tower_computes_the_same_with_our_attention(checkpoint):
+def test_trl_s_tower_computes_the_same_with_our_attention(checkpoint, monkeypatch):
+    seen = []
+
+    def spied(query, key, value, windows, scale):
+        seen.append(windows.longest)
+        return window_attention(query, key, value, windows, scale)
+
+    monkeypatch.setattr(trl_run, "window_attention", spied)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
     pixels, grid = torch.randn(2 * 12 * 16, 1176, generator=torch.Generator().manual_seed(0)), torch.tensor([[1, 12, 16]] * 2)
     with torch.inference_mode():
         expected = model.model.visual(pixels, grid_thw=grid).pooler_output
         use_tower_attention(model)
-        assert model.model.visual.blocks[0].attn.config._attn_implementation == "bench_flash_windows"
         found = model.model.visual(pixels, grid_thw=grid).pooler_output
+    # A block of windows, a block of whole frames.
+    assert seen == [64, 192]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

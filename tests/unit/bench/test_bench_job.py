@@ -62,8 +62,17 @@ def test_a_gpu_mesh_of_every_policy_reads_as_a_configuration(job, tmp_path, poli
     assert mesh.topology.device_name(0) == "cuda:0"
 
 
+def test_arms_differ_in_nothing_but_schedule_and_policy(job, tmp_path):
+    arms = Arm("serial", "time-slice"), Arm("overlap", "mps-default")
+    serial, overlap = (arm_tables(job, arm, tmp_path, HBM) for arm in arms)
+    for tables in (serial, overlap):
+        tables["run"].pop("schedule")
+        tables["mesh"].pop("sharing")
+    assert serial == overlap
+
+
 def test_the_plan_counts_the_whole_job(job):
-    given = gpu_plan(job, "overlap", HBM).given
+    given = gpu_plan(job, HBM).given
     assert (given.work.groups, given.work.samples, given.work.prompt_tokens, given.reference) == (4, 8, 4096, False)
     longest = max(sum(row) for iteration in range(3) for row in job.lengths(iteration))
     assert given.work.response_tokens * 8 >= longest > (given.work.response_tokens - 1) * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from html.parser import HTMLParser
 
 import pytest
@@ -10,13 +11,13 @@ from canned_run import canned_history
 
 from rollplex.core.errors import DataLoss
 from rollplex_client.bench.arms import Arm
-from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory
+from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory, watched
 from rollplex_client.bench.measure import arm_result, equation_rows, ledger_peaks
 from rollplex_client.bench.page import arm_lanes, render
 from rollplex_client.bench.run_arm import ArmRun, check_same_job
 from rollplex_client.bench.tables import summary_lines
 from rollplex_client.bench.trl import trl_result
-from rollplex_client.results import LedgerEntry
+from rollplex_client.results import LedgerEntry, PhaseSpan
 
 HARDWARE = {"gpu": "NVIDIA H200", "stated_flops": 989.5e12, "measured_flops": 700e12, "stated_bandwidth": 4.8e12,
             "measured_bandwidth": 4.3e12}
@@ -26,7 +27,11 @@ def arm_run(job, schedule: str, policy: str) -> ArmRun:
     history = canned_history(schedule, job.iterations)
     for record in history.iterations:
         record.result.metrics.update({"rollplex/rollout/decode_s": 0.8, "rollplex/rollout/prefill_s": 0.2,
+                                      "rollplex/rollout/decode_steps": 500.0, "rollplex/rollout/decode_batch": 8.0,
                                       "rollplex/prompts_hash": 7.0})
+    barrier = PhaseSpan("update", "bind", True, 2.7, 0.05)
+    history = dataclasses.replace(history, iterations=tuple(
+        dataclasses.replace(record, spans=(*record.spans, barrier)) for record in history.iterations))
     return ArmRun(Arm(schedule, policy), history, [job.lengths(iteration) for iteration in range(job.iterations)], 12.0,
                   [2.9, 3.1], MemoryWatch(1 << 30, 60 << 30), {"mesh": {"sharing": policy}})
 
@@ -50,13 +55,27 @@ def test_an_arm_is_measured_without_its_first_iteration(job, runs):
 
 def test_distances_are_measured_over_the_least_time(job, runs):
     found = arm_result(job, runs[0], HARDWARE)
-    wanted = sum(job.model.decode_bytes(job.work(iteration), 2, shared=False) for iteration in (1, 2)) / 2
-    assert found["decode"]["per_sample_bytes"] == wanted
-    assert found["decode"]["per_sample_distance_measured"] == pytest.approx(0.8 / (wanted / 4.3e12))
+    weights, wanted = 500 * job.model.decode_weight_bytes(2), []
+    for iteration in (1, 2):
+        decoded = sum(length - 1 for row in job.lengths(iteration) for length in row)
+        # 500 steps of 8 samples: some tokens were decoded beside prompts.
+        assert decoded > 4000
+        wanted.append(weights + 4000 / decoded * job.model.kv_read_bytes(job.work(iteration), 2, shared=False))
+    assert found["decode"]["per_sample_bytes"] == pytest.approx(sum(wanted) / 2)
+    assert found["decode"]["per_sample_distance_measured"] == pytest.approx(sum(0.8 / (size / 4.3e12) for size in wanted) / 2)
     assert found["decode"]["shared_distance_measured"] > found["decode"]["per_sample_distance_measured"]
+    assert found["decode"]["token_step_s"] == pytest.approx(0.8 / 500)
     prefix = 4 * job.model.prefix(job.prompt_size)
     assert found["prefix"]["trainer"]["distance_stated"] == pytest.approx(989.5e12 / (prefix / 0.35))
     assert found["prefix"]["reference"]["flops_per_s"] == pytest.approx(prefix / 0.3)
+
+
+def test_a_rollout_is_bounded_by_its_prompts_and_its_decoding(job, runs):
+    found = arm_result(job, runs[0], HARDWARE)["rollout"]
+    prompts = 4 * (job.model.prefix(job.prompt_size) + job.model.head) / 700e12
+    bounds = [prompts + job.model.decode_bytes(job.work(iteration), 2, shared=False) / 4.3e12 for iteration in (1, 2)]
+    assert found["measured_s"] == 1.0
+    assert found["distance_measured"] == pytest.approx(sum(1 / bound for bound in bounds) / 2)
 
 
 def test_unknown_peaks_give_no_distance(job, runs):
@@ -94,6 +113,21 @@ def test_ledger_peaks_by_class_and_their_largest_phase():
                                    "host": {"media": 3, "all": 3}}
 
 
+def test_a_peak_is_seen_and_what_was_there_before():
+    sizes, seen = iter([5, 6, 9, 7]), threading.Event()
+
+    def used() -> int:
+        try:
+            return next(sizes)
+        except StopIteration:
+            seen.set()
+            return 2
+
+    with watched(used) as watch:
+        assert seen.wait(30)
+    assert (watch.before_bytes, watch.peak_bytes) == (5, 9)
+
+
 def test_no_gpu_no_memory_figure():
     with watch_memory("cpu") as watch:
         pass
@@ -103,7 +137,7 @@ def test_no_gpu_no_memory_figure():
 @pytest.fixture
 def result(job, runs) -> dict:
     arms = [arm_result(job, run, HARDWARE) for run in runs]
-    trl = {"steps_s": [40.0, 16.0, 14.0], "generate_s": [9.0, 4.0, 4.0], "prompt_tokens": [4096], "micro_batch": 8,
+    trl = {"steps_s": [40.0, 16.0, 14.0], "generate_s": [9.0, 4.0, 4.0], "prompt_tokens": [4096], "micro_batch": 8, "vllm_options": {},
            "settings": {"precision": "float32 <masters>"}, "gpu_memory": {"before_bytes": 0, "peak_bytes": 120 << 30}}
     return {"origin": {"date": "2026-11-29T20:00:00Z", "command": "rollplex bench"}, "hardware": HARDWARE, "job": job.plain(),
             "build": {"weight_bytes": 1}, "arms": arms, "equation": equation_rows(runs),
@@ -147,7 +181,8 @@ def test_the_page_is_whole_and_well_formed(result):
 
 def test_the_timeline_splits_rollout_and_has_every_role(result):
     lanes = {lane.label: lane.bars for lane in arm_lanes(result["arms"][1])}
-    assert set(lanes) == {"rollout", "reference", "trainer"}
+    assert set(lanes) == {"rollout", "reference", "trainer", "mesh"}
+    assert [(bar.label, bar.start_s) for bar in lanes["mesh"]] == [("bind", 2.7)]
     assert [(bar.label, bar.start_s, round(bar.duration_s, 6)) for bar in lanes["rollout"]] == [
         ("prefill", 0.0, 0.2), ("decode", 0.2, 0.9)]
     assert [bar.label for bar in lanes["trainer"]] == ["prefix", "suffix and backward", "update"]

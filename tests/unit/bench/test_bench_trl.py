@@ -73,13 +73,14 @@ def job(tmp_path, monkeypatch):
     return {"device": "cuda", "checkpoint": str(tmp_path / "checkpoint"), "videos": workload["videos"],
             "texts": workload["texts"], "samples": 2, "iterations": 2, "lengths": LENGTHS, "max_response": 12,
             "prompt_tokens": 200, "kl_coef": 0.0, "seed": 0, "learning_rate": 1e-6, "batch": 2, "vllm_share": 0.35,
+            "vllm_options": {"enforce_eager": True},
             "reward": "rollplex_client.bench.reward:count_reward", "out": str(tmp_path / "out")}
 
 
 def test_vllm_is_asked_for_every_sample_s_length_and_expands_placeholders_itself(job):
     result = trl_run.run(job)
     assert FakeLlm.options["gpu_memory_utilization"] == 0.35
-    assert FakeLlm.options["enable_sleep_mode"] is True
+    assert FakeLlm.options["enable_sleep_mode"] is FakeLlm.options["enforce_eager"] is True
     assert FakeLlm.slept >= 2
     assert len(FakeLlm.asked) == 2
     for (prompts, options), lengths in zip(FakeLlm.asked, LENGTHS, strict=True):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from rollplex.core import ids, work
-from rollplex.core.config import RunConfig
-from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.config import AblationConfig, RunConfig
+from rollplex.core.errors import BadInput, InternalError, WrongState
 from rollplex.rollout.engine import ReplicaBroken, RolloutEngine, Tally
 
 GROUPS = [work.PreparedGroup(index, array("q", [1, 2, 3]), prompt_hash=f"h{index}", sample_count=2, prompt_ordinal=40 + index)
@@ -48,6 +48,7 @@ class Tokens:
         self.log.append("unbind")
 
     def release_kv(self):
+        self.log.append("release_kv")
         return 17
 
     def generate(self, groups, sampling, tally):
@@ -88,6 +89,29 @@ def test_states(engine):
     engine.bind_snapshot(Context(), 3)
     opened(engine, "another")
     assert engine.bound_snapshot == -1
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_keys_and_values_go_after_a_generation_unless_the_run_keeps_them(engine, resident):
+    config = RunConfig(ablation=AblationConfig(rollout_resident=resident))
+    engine.open_run(Context(), "run", 0, config, False)
+    engine.bind_snapshot(Context(), 0)
+    engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
+    assert engine._tokens.log.count("release_kv") == (not resident)
+    assert engine.quiesce(Context(), False) == work.QuiesceResult(0 if resident else 17)
+
+
+@pytest.mark.parametrize(("reason", "released"), [("DEVICE_FAULT", 0), ("NON_FINITE_LOGITS", 1)])
+def test_after_a_device_has_failed_nothing_more_is_asked_of_it(engine, reason, released):
+    opened(engine).bind_snapshot(Context(), 0)
+
+    def fail(groups, sampling, tally):
+        raise InternalError("no", reason=reason)
+
+    engine._tokens.generate = fail
+    with pytest.raises(InternalError):
+        engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
+    assert engine._tokens.log.count("release_kv") == released
 
 
 def test_seeds_and_result(engine):

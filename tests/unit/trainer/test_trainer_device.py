@@ -18,6 +18,7 @@ from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
 from rollplex.engine import device_errors, use_device
 from rollplex.memory.pinned_pool import PinnedPool, PoolTensor
+from rollplex.memory.pool_stream import PoolStream
 from rollplex.model import PromptInputs
 from rollplex.trainer import chunk_pipeline
 from rollplex.trainer.chunk_pipeline import ChunkPipeline, CudaPipeline
@@ -218,6 +219,47 @@ def test_host_sums_zero_and_add(monkeypatch):
         total.add(sums, torch.arange(20, dtype=torch.bfloat16))
     total.settle()
     assert torch.equal(sums, 3 * torch.arange(20.0))
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """Streams that are none, and tensors that note on which they are still used when they are dropped."""
+    clocks = Clocks()
+    monkeypatch.setattr(torch, "cuda", clocks)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: clocks.recorded.append(stream.name))
+    clocks.recorded = []
+    return clocks
+
+
+def test_host_sums_beside_the_backward_pass_keep_a_bounded_backlog(clocks, monkeypatch):
+    monkeypatch.setattr("rollplex.trainer.host_sums._BACKLOG_BYTES", 100)
+    total = HostSums(torch.device("cpu"))
+    total._stream = stream = clocks.Stream()
+    sums, waited = torch.zeros(20), []
+    monkeypatch.setattr(type(stream.record_event()), "synchronize", lambda event: waited.append(event))
+    total.zero(sums)
+    for _ in range(5):
+        total.add(sums, torch.ones(20, dtype=torch.bfloat16))
+    assert torch.equal(sums, torch.full((20,), 5.0)) and clocks.recorded == [stream.name] * 5
+    assert len(waited) == 3 and total._waiting_bytes == 80
+    total.settle()
+    assert total._waiting_bytes == 0 and not total._waiting
+
+
+def test_the_pools_stream_is_ordered_with_the_computing_one(clocks):
+    computing, copies = clocks.current_stream(), PoolStream(torch.device("cpu"))
+    clocks.access("forward")
+    place, tensor = torch.zeros(3), torch.arange(3.0)
+    copies.send(tensor, place)
+    assert copies._stream.clock[computing.name] == 1, "after what computed the tensor"
+    clocks.access("backward")
+    with clocks.stream(copies._stream):
+        clocks.access("copy")
+    fetch = copies.fetch(place)
+    assert copies._stream.clock[computing.name] == 2, "after what used the memory before"
+    assert torch.equal(fetch.result(), tensor) and clocks.recorded == [copies._stream.name] * 2
+    assert computing.clock[copies._stream.name] == 1, "computing goes on after the copy"
+    copies.close()
 
 
 class _Fetched:
