@@ -18,7 +18,7 @@ from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import NOTHING, Mesh
 from rollplex.coordinator.metrics import group_metrics, merge_suffix_metrics, sample_metrics, time_metrics
 from rollplex.coordinator.peers import EngineGroup, Place, together
-from rollplex.coordinator.planner import IterationNeeds
+from rollplex.coordinator.planner import IterationNeeds, longest_micro_batch
 from rollplex.coordinator.records import EventBody, IterationKey, Note, ProgressReport, Run, SampleRecord
 from rollplex.coordinator.rewards import RewardDesk, ScoreInput
 from rollplex.coordinator.timeline import Timeline
@@ -87,9 +87,12 @@ class IterationWork:
         await self.mesh.enter_phase(self.run.name, self.key.iteration, self.phase, self.needs)
 
     def plan(self) -> None:
-        """After the mesh is ready."""
-        lengths = [len(prompt.group.token_ids) for prompt in self.prompts]
-        self.needs = self.mesh.needs(self.config, lengths, generates=self.recorded is None, trains=not self.key.validation)
+        """After the mesh is ready, and again when the responses are fixed."""
+        prompts = [len(prompt.group.token_ids) for prompt in self.prompts]
+        responses = [[len(sample.token_ids) for sample in samples] for samples in self.by_group().values()]
+        self.needs = self.mesh.needs(
+            self.config, prompts, generates=self.recorded is None, trains=not self.key.validation,
+            response_tokens=longest_micro_batch(responses, self.config.suffix_micro_batch_samples))
 
     def by_group(self) -> dict[int, list[SampleRecord]]:
         groups: dict[int, list[SampleRecord]] = defaultdict(list)
@@ -108,7 +111,8 @@ async def run_iteration(work: IterationWork) -> None:
         await _within_deadline(_overlap(work), work, "OVERLAP")
     with work.timeline.span(Phase.OVERLAP, "release"):
         await work.mesh.quiesce(work.mesh.rollouts, work.place(), leave_snapshot=False)
-        await work.move(PhaseEvent.RESPONSES_FIXED)
+        work.plan()
+    await work.move(PhaseEvent.RESPONSES_FIXED)
     kept = await _within_deadline(_score(work), work, "SUFFIX")
     batches = _mini_batches(kept, work.config.optimizer.updates_per_iteration)
     work.batch_count = len(batches)

@@ -72,12 +72,14 @@ class Mesh:
         """Runs a blocking broker call off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
 
-    def needs(self, config: RunConfig, prompt_tokens: Sequence[int], *, generates: bool, trains: bool) -> IterationNeeds:
-        """Of an iteration; after every group it uses has joined."""
+    def needs(self, config: RunConfig, prompt_tokens: Sequence[int], *, generates: bool, trains: bool,
+              response_tokens: int = 0) -> IterationNeeds:
+        """Of an iteration, as Planner.needs; after every group it uses has joined."""
         if self._planner is None or not prompt_tokens:
             return IterationNeeds()
         choices = engine_choices(state for group in self.groups for state in group.states)
-        return self._planner.needs(config, prompt_tokens, choices, generates=generates, trains=trains)
+        return self._planner.needs(config, prompt_tokens, choices, generates=generates, trains=trains,
+                                   response_tokens=response_tokens)
 
     async def unexplained(self, run: str) -> dict[str, int]:
         """Phase -> the most that a device has held beyond the ledger as that phase ended; empty without GPUs."""

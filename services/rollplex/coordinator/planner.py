@@ -43,12 +43,14 @@ class Planner:
     dtype: str
 
     def needs(self, config: RunConfig, prompt_tokens: Sequence[int], choices: EngineChoices, *, generates: bool,
-              trains: bool) -> IterationNeeds:
-        """`prompt_tokens`: of each prompt. An iteration that replays generates nothing, a validation trains nothing."""
+              trains: bool, response_tokens: int = 0) -> IterationNeeds:
+        """`prompt_tokens`: of each prompt. `response_tokens`: mean of the longest micro-batch, once responses are fixed; 0: all may
+        be as long as the run lets them. An iteration that replays generates nothing, a validation trains nothing."""
         budget = self.mesh.hbm_budget_bytes
         samples = config.sampling.samples_per_group
         work = Work(groups=len(prompt_tokens), samples=samples, prompt_tokens=-(-sum(prompt_tokens) // len(prompt_tokens)),
-                    longest_prompt_tokens=max(prompt_tokens), response_tokens=config.sampling.max_response_tokens,
+                    longest_prompt_tokens=max(prompt_tokens),
+                    response_tokens=response_tokens or config.sampling.max_response_tokens,
                     micro_batch_samples=config.suffix_micro_batch_samples or samples,
                     chunk_elements=config.optimizer.chunk_elements)
         rates = config.optimizer.module_learning_rates()
@@ -66,6 +68,17 @@ class Planner:
         if not generates or not (choices.kv_pool_bytes or budget):
             without.add("rollout_kv")
         return IterationNeeds(plan, frozenset(without))
+
+
+def longest_micro_batch(groups: Iterable[Sequence[int]], micro_batch_samples: int) -> int:
+    """Mean tokens of a response, rounded up, in the micro-batch that has most. `groups`: the lengths of each group's responses;
+    `micro_batch_samples`: RunConfig.suffix_micro_batch_samples."""
+    longest = 0
+    for lengths in groups:
+        size = micro_batch_samples or len(lengths)
+        for start in range(0, len(lengths), size):
+            longest = max(longest, -(-sum(lengths[start:start + size]) // size))
+    return longest
 
 
 def engine_choices(joined: Iterable[JoinResponse]) -> EngineChoices:

@@ -17,7 +17,7 @@ from rollplex.core.strict import parse
 from rollplex.data.processor import PromptProcessor
 
 GIB = 1 << 30
-OPTIONS = {"loss": {"kl_coef": 0.1}, "optimizer": {"chunk_elements": 1000}, "sampling": {"max_response_tokens": 64}}
+OPTIONS = {"loss": {"kl_coef": 0.1}, "optimizer": {"chunk_elements": 1000}, "sampling": {"max_response_tokens": 3}}
 
 
 @pytest.fixture

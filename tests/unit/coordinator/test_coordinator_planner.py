@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
+from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices, longest_micro_batch
 from rollplex.core.config import AblationConfig, LossConfig, MeshSection, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.hbm_shares import EngineChoices
 from rollplex.core.memory_sizes import GIB
@@ -50,6 +50,15 @@ def test_what_the_run_leaves_out_is_not_planned(planner):
     assert by_class(find(planner, plain), Phase.UPDATE)["gradients"] < by_class(find(planner), Phase.UPDATE)["gradients"]
     assert "rollout_kv" not in by_class(find(planner, generates=False), Phase.OVERLAP)
     assert set(by_class(find(planner, trains=False), Phase.OVERLAP)) == {"actor_snapshot", "rollout_kv", RUNTIME}
+
+
+def test_suffixes_are_planned_by_the_responses_there_are(planner):
+    assert longest_micro_batch([[10, 20, 30, 41], [1, 1, 1, 1]], 0) == 26
+    assert longest_micro_batch([[10, 20, 30, 41], [1, 1, 1, 90]], 2) == 46
+    assert longest_micro_batch([], 0) == longest_micro_batch([], 4) == 0
+    found = [by_class(planner.needs(CONFIG, [100], POOL, generates=True, trains=True, response_tokens=tokens), Phase.SUFFIX)
+             for tokens in (0, 64, 8)]
+    assert found[0] == found[1] and found[2]["suffix_activations"] < found[1]["suffix_activations"] / 4
 
 
 def test_a_validation_of_a_serial_run_counts_its_decode(planner):
