@@ -136,16 +136,19 @@ def prefix_distance(job: Job, works: Sequence[Sequence[GroupWork]], prefix_s: Se
 
 
 def ledger_peaks(peaks: Sequence[LedgerEntry]) -> dict[str, dict[str, int]]:
-    """Device -> object class -> largest bytes in any phase; and the largest phase's sum under "all"."""
-    by_device: dict[str, dict[str, int]] = {}
-    by_phase: dict[tuple[str, str], int] = {}
+    """Device -> object class -> largest bytes in any phase, all roles together; and the largest phase's sum under "all". What is
+    parked in the host's memory for a device is not on it."""
+    by_phase: dict[tuple[str, str, str], int] = {}
     for entry in peaks:
-        classes = by_device.setdefault(entry.device, {})
-        classes[entry.object_class] = max(classes.get(entry.object_class, 0), entry.size_bytes)
-        key = entry.device, entry.phase
-        by_phase[key] = by_phase.get(key, 0) + entry.size_bytes
-    for (device, _), size in by_phase.items():
-        by_device[device]["all"] = max(by_device[device].get("all", 0), size)
+        if entry.residency == "pinned" and entry.device != "host":
+            continue
+        for name in (entry.object_class, "all"):
+            key = entry.device, entry.phase, name
+            by_phase[key] = by_phase.get(key, 0) + entry.size_bytes
+    by_device: dict[str, dict[str, int]] = {}
+    for (device, _, name), size in by_phase.items():
+        classes = by_device.setdefault(device, {})
+        classes[name] = max(classes.get(name, 0), size)
     return by_device
 
 

@@ -111,6 +111,10 @@ class Sizes:
         return ONE_CHUNK if self.given.ablation.unchunked_optimizer else self.given.work.chunk_elements
 
     @property
+    def chunks_under_way(self) -> int:
+        return min(PIPELINE_CHUNKS, -(-self.trainable // self.chunk_elements))
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max(self.given.work.longest_prompt_tokens, self.given.work.prompt_tokens)
@@ -171,17 +175,17 @@ class Sizes:
     @property
     def spare_slots(self) -> int:
         """Beside master and moments, so that a chunk is never overwritten in place."""
-        return PIPELINE_CHUNKS * 3 * min(self.chunk_elements, self.trainable) * self.state_item
+        return 3 * self.chunks_under_way * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def update_window(self) -> int:
         """FP32 state in HBM during the streamed update: of the chunks under way, and AdamW's temporaries of one."""
-        return (3 * PIPELINE_CHUNKS + WORKSPACE_ROWS) * min(self.chunk_elements, self.trainable) * self.state_item
+        return (3 * self.chunks_under_way + WORKSPACE_ROWS) * min(self.chunk_elements, self.trainable) * self.state_item
 
     @property
     def gradient_window(self) -> int:
         """Spilled gradients in HBM."""
-        return PIPELINE_CHUNKS * min(self.chunk_elements, self.trainable) * self.state_item
+        return self.chunks_under_way * min(self.chunk_elements, self.trainable) * self.state_item
 
     def kv_token(self, tp: int) -> int:
         """Keys and values of one token on a rank, all layers."""

@@ -21,11 +21,13 @@ WORKSPACE_ROWS = 3
 class ChunkPipeline:
     """On a host. Chunks go through in the order of their indices."""
 
-    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, lag: int = 0) -> None:
-        """`elements`: E. `rows`: R."""
+    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str = "cpu", *, lag: int = 0,
+                 chunks: int | None = None) -> None:
+        """`elements`: E. `rows`: R. `chunks`: of an update; fewer than the buffers need no more buffers than that."""
         self.lag = lag
         """The loop computes chunk i - lag after it has loaded i, and ends i - 2 * lag."""
-        self._buffers = torch.empty(2 * lag + 1, rows, elements, dtype=dtype, device=device)
+        count = 2 * lag + 1 if chunks is None else min(2 * lag + 1, max(1, chunks))
+        self._buffers = torch.empty(count, rows, elements, dtype=dtype, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -66,8 +68,9 @@ class ChunkPipeline:
 class CudaPipeline(ChunkPipeline):
     """On a GPU. Host memory must be registered (HostRegistration), or nothing overlaps."""
 
-    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__(rows, elements, dtype, device, lag=1)
+    def __init__(self, rows: int, elements: int, dtype: torch.dtype, device: torch.device | str, *,
+                 chunks: int | None = None) -> None:
+        super().__init__(rows, elements, dtype, device, lag=1, chunks=chunks)
         self._loading, self._computing, self._writing = (torch.cuda.Stream(self.device) for _ in range(3))
         count = len(self._buffers)
         self._loaded, self._computed, self._written, self._free = (
@@ -115,9 +118,9 @@ class CudaPipeline(ChunkPipeline):
             stream.synchronize()
 
 
-def pipeline_for(device: torch.device, rows: int, elements: int, dtype: torch.dtype) -> ChunkPipeline:
+def pipeline_for(device: torch.device, rows: int, elements: int, dtype: torch.dtype, chunks: int) -> ChunkPipeline:
     kind = CudaPipeline if device.type == "cuda" else ChunkPipeline
-    return kind(rows, elements, dtype, device)
+    return kind(rows, elements, dtype, device, chunks=chunks)
 
 
 def _copy_rows(target: torch.Tensor, source: Sequence[torch.Tensor] | torch.Tensor) -> None:

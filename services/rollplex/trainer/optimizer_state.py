@@ -72,7 +72,7 @@ class StateLayout:
 
     @property
     def slot_count(self) -> int:
-        return len(self.chunks) + SPARE_SLOTS if self.chunks else 0
+        return len(self.chunks) + min(SPARE_SLOTS, len(self.chunks))
 
     @property
     def size_bytes(self) -> int:

@@ -50,7 +50,8 @@ class StreamedUpdate:
         """Slot by chunk, of write-backs under way."""
         self._dtype = getattr(torch, state.layout.dtype)
         rows = 4 if self._loads_gradients else 3
-        self._pipeline: ChunkPipeline = pipeline_for(self._device, rows, state.layout.slot_elements, self._dtype)
+        self._pipeline: ChunkPipeline = pipeline_for(self._device, rows, state.layout.slot_elements, self._dtype,
+                                                     len(state.layout.chunks))
 
     @property
     def working_bytes(self) -> int:

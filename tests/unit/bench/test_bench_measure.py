@@ -108,8 +108,10 @@ def test_ledger_peaks_by_class_and_their_largest_phase():
     peaks = [LedgerEntry("actor_snapshot", "trainer", "cuda:0", phase, 8, 1) for phase in ("overlap", "suffix")]
     peaks += [LedgerEntry("rollout_kv", "rollout", "cuda:0", "overlap", 5, 1),
               LedgerEntry("gradients", "trainer", "cuda:0", "suffix", 7, 1),
-              LedgerEntry("media", "coordinator", "host", "overlap", 3, 1)]
-    assert ledger_peaks(peaks) == {"cuda:0": {"actor_snapshot": 8, "rollout_kv": 5, "gradients": 7, "all": 15},
+              LedgerEntry("media", "coordinator", "host", "overlap", 3, 1, "pinned"),
+              LedgerEntry("actor_snapshot", "rollout", "cuda:0", "suffix", 1, 1, "hbm"),
+              LedgerEntry("prefix_activations", "trainer", "cuda:0", "suffix", 100, 0, "pinned")]
+    assert ledger_peaks(peaks) == {"cuda:0": {"actor_snapshot": 9, "rollout_kv": 5, "gradients": 7, "all": 16},
                                    "host": {"media": 3, "all": 3}}
 
 

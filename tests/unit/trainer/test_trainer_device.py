@@ -33,7 +33,7 @@ GRADIENTS = state_slab("run", 0, "gradients")
 def lagging(monkeypatch):
     """A GPU's order of steps, on a CPU."""
     monkeypatch.setattr("rollplex.trainer.update.pipeline_for",
-                        lambda device, rows, elements, dtype: ChunkPipeline(rows, elements, dtype, device, lag=1))
+                        lambda device, rows, elements, dtype, chunks: ChunkPipeline(rows, elements, dtype, device, lag=1))
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_no_two_accesses_of_one_buffer_are_unordered(build_engine, monkeypatch, 
     monkeypatch.setattr(StreamedUpdate, "_cast", lambda self, index, master: _logged_stage(
         clocks, self, index, master[None], lambda: cast(self, index, master)))
     monkeypatch.setattr("rollplex.trainer.update.pipeline_for",
-                        lambda device, rows, elements, dtype: CudaPipeline(rows, elements, dtype, device))
+                        lambda device, rows, elements, dtype, chunks: CudaPipeline(rows, elements, dtype, device))
     clocks.access("backward", writes={"gradients"})
     update = StreamedUpdate(state, gradients, engine._actor.targets(), OptimizerConfig(chunk_elements=3000))
     update.run(order(1))
