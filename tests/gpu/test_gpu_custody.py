@@ -57,7 +57,7 @@ def mesh():
 
 
 def make(mesh, end: str) -> int:
-    code = textwrap.dedent(MAKER).format(end=end)
+    code = textwrap.dedent(MAKER).replace("{end}", end)
     return subprocess.run([sys.executable, "-c", code, str(mesh.directory), NAME, str(SIZE)], check=False).returncode
 
 

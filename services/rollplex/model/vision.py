@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from rollplex.memory.transfer import to_device
-from rollplex.model.vision_block import Windows, embed_patches, run_vision_block
+from rollplex.model.vision_block import VisionBlock, Windows, embed_patches
 
 RunBlock = Callable[..., torch.Tensor]
 
@@ -50,5 +49,5 @@ def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_b
     windows, frames = (Windows.of(bounds, pixels.device) for bounds in (window_bounds, frame_bounds))
     for index, block in enumerate(tower.blocks):
         seen = frames if index in tower.fullatt_block_indexes else windows
-        hidden_SW = run_block(partial(run_vision_block, block), hidden_SW, windows=seen, rope=rope)
+        hidden_SW = run_block(VisionBlock(block), hidden_SW, windows=seen, rope=rope)
     return tower.merger(hidden_SW)[grid_order]

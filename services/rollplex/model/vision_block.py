@@ -5,6 +5,7 @@ Legend: S patches, W vision width, I intermediate width, h heads, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,20 @@ class Windows(NamedTuple):
         return cls(to_device(offsets.to(torch.int32), device) if device.type == "cuda" else offsets, longest)
 
 
-def run_vision_block(block: nn.Module, x_SW: torch.Tensor, *, windows: Windows, rope: Rope) -> torch.Tensor:
-    """[S, W] -> [S, W]"""
-    x_SW = x_SW + _attention(block.attn, _norm(block.norm1, x_SW), windows, rope)
-    return x_SW + _gated_mlp(block.mlp, _norm(block.norm2, x_SW))
+class VisionBlock:
+    """transformers' module with our arithmetic, to be run like a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._module.parameters()
+
+    def __call__(self, x_SW: torch.Tensor, *, windows: Windows, rope: Rope) -> torch.Tensor:
+        """[S, W] -> [S, W]"""
+        block = self._module
+        x_SW = x_SW + _attention(block.attn, _norm(block.norm1, x_SW), windows, rope)
+        return x_SW + _gated_mlp(block.mlp, _norm(block.norm2, x_SW))
 
 
 def embed_patches(embedding: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

@@ -139,8 +139,10 @@ def test_no_gpu_no_memory_figure():
 @pytest.fixture
 def result(job, runs) -> dict:
     arms = [arm_result(job, run, HARDWARE) for run in runs]
-    trl = {"steps_s": [40.0, 16.0, 14.0], "generate_s": [9.0, 4.0, 4.0], "prompt_tokens": [4096], "micro_batch": 8, "vllm_options": {},
-           "settings": {"precision": "float32 <masters>"}, "gpu_memory": {"before_bytes": 0, "peak_bytes": 120 << 30}}
+    trl = {"steps_s": [40.0, 16.0, 14.0], "generate_s": [9.0, 4.0, 4.0], "prompt_tokens": [4096],
+           "micro_batch": 8,
+           "vllm_options": {}, "settings": {"precision": "float32 <masters>"},
+           "gpu_memory": {"before_bytes": 0, "peak_bytes": 120 << 30}}
     return {"origin": {"date": "2026-11-29T20:00:00Z", "command": "rollplex bench"}, "hardware": HARDWARE, "job": job.plain(),
             "build": {"weight_bytes": 1}, "arms": arms, "equation": equation_rows(runs),
             "trl": trl_result(job, trl, arms, HARDWARE),
