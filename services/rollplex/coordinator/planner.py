@@ -44,8 +44,8 @@ class Planner:
 
     def needs(self, config: RunConfig, prompt_tokens: Sequence[int], choices: EngineChoices, *, generates: bool,
               trains: bool, response_tokens: int = 0) -> IterationNeeds:
-        """`prompt_tokens`: of each prompt. `response_tokens`: mean of the longest micro-batch, once responses are fixed; 0: all may
-        be as long as the run lets them. An iteration that replays generates nothing, a validation trains nothing."""
+        """`prompt_tokens`: of each prompt. `response_tokens`: mean of the longest micro-batch, once responses are fixed; 0: all
+        may be as long as the run lets them. An iteration that replays generates nothing, a validation trains nothing."""
         budget = self.mesh.hbm_budget_bytes
         samples = config.sampling.samples_per_group
         work = Work(groups=len(prompt_tokens), samples=samples, prompt_tokens=-(-sum(prompt_tokens) // len(prompt_tokens)),
