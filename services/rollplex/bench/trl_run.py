@@ -30,6 +30,7 @@ from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 
+from rollplex.model import read_model_config  # noqa: E402
 from rollplex.model.vision_block import Windows, window_attention  # noqa: E402
 
 SETTINGS = {
@@ -121,6 +122,11 @@ def make_dataset(job: dict[str, Any]) -> Dataset:
     return rows.with_transform(render)
 
 
+def no_vision_tokens(job: dict[str, Any]) -> dict[int, float]:
+    """vLLM's logit_bias against them: random weights sample everything, and TRL would look for an image behind such a token."""
+    return dict.fromkeys(read_model_config(Path(job["checkpoint"])).forbidden_token_ids, -100.0)
+
+
 def make_config(job: dict[str, Any]) -> GRPOConfig:
     """One generation and one optimizer step an iteration."""
     on_gpu = job["device"] == "cuda"
@@ -132,7 +138,8 @@ def make_config(job: dict[str, Any]) -> GRPOConfig:
             "vllm_gpu_memory_utilization": job["vllm_share"],
             "vllm_max_model_length": job["prompt_tokens"] + job["max_response"] + 64,
             "vllm_importance_sampling_correction": False,
-            "generation_kwargs": {"ignore_eos": True, "detokenize": False}} if on_gpu else {"use_vllm": False}
+            "generation_kwargs": {"ignore_eos": True, "detokenize": False, "logit_bias": no_vision_tokens(job)},
+            } if on_gpu else {"use_vllm": False}
     return GRPOConfig(
         output_dir=job["out"], max_steps=job["iterations"], per_device_train_batch_size=batch,
         gradient_accumulation_steps=rows // batch, steps_per_generation=rows // batch, num_generations=job["samples"],

@@ -99,12 +99,11 @@ class CudaDriver:
 
     def map_zeros(self, reservation: Reservation) -> None:
         self.unmap(reservation)
-        zeros = self.create(min(_ZEROS_BYTES, reservation.size_bytes), "zeros")
-        try:
-            for offset in range(0, reservation.size_bytes, zeros.size_bytes):
-                self._map(reservation, offset, min(zeros.size_bytes, reservation.size_bytes - offset), zeros)
-        finally:
-            self.release(zeros)
+        # An end of another size is memory of its own: cuMemMap takes an allocation whole or not at all.
+        whole, rest = divmod(reservation.size_bytes, _ZEROS_BYTES)
+        for first, size, count in ((0, _ZEROS_BYTES, whole), (whole * _ZEROS_BYTES, rest, 1)):
+            if size and count:
+                self._map_again_and_again(reservation, range(first, first + count * size, size), size)
         self._allow(reservation.address, reservation.size_bytes, writable=False)
 
     def unmap(self, reservation: Reservation, *, offset_bytes: int = 0, size_bytes: int | None = None) -> None:
@@ -126,6 +125,14 @@ class CudaDriver:
 
     def release(self, handle: Handle) -> None:
         _call(cu.cuMemRelease, handle.number)
+
+    def _map_again_and_again(self, reservation: Reservation, offsets: range, size_bytes: int) -> None:
+        zeros = self.create(size_bytes, "zeros")
+        try:
+            for offset in offsets:
+                self._map(reservation, offset, size_bytes, zeros)
+        finally:
+            self.release(zeros)
 
     def _map(self, reservation: Reservation, offset_bytes: int, size_bytes: int, handle: Handle) -> None:
         self._enter()

@@ -17,12 +17,14 @@ def reserved_tensor(driver: Driver, reservation: Reservation, size_bytes: int) -
     """uint8 [size_bytes] over a reservation with nothing behind it, on the driver's device; owns nothing."""
     if is_host(driver.device):
         return base_tensor(reservation.address, size_bytes, driver.device)
-    # CUDA tells torch whose memory it is only while there is some.
-    driver.map_zeros(reservation)
+    # CUDA tells torch whose memory an address is only while there is some; one granule will do.
+    granule = driver.create(driver.granularity_bytes, "granule")
     try:
+        driver.map(reservation, granule, writable=False)
         return base_tensor(reservation.address, size_bytes, driver.device)
     finally:
         driver.unmap(reservation)
+        driver.release(granule)
 
 
 def base_tensor(address: int, size_bytes: int, device: str = "host") -> torch.Tensor:

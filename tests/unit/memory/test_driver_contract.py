@@ -77,6 +77,15 @@ def test_zeros_can_be_read_and_give_way_to_memory(driver, reservation, handle):
     driver.unmap(reservation)
 
 
+def test_zeros_reach_over_any_size(driver):
+    size = (130 << 20) + 100
+    reservation = driver.reserve(size)
+    base = views.reserved_tensor(driver, reservation, size)
+    driver.map_zeros(reservation)
+    assert not base.any()
+    driver.free(reservation)
+
+
 def test_tensors_made_before_the_first_map_keep_their_address(driver, reservation, handle):
     base = views.reserved_tensor(driver, reservation, SIZE)
     tensor = views.tensor(base, Placement.contiguous("s", 64, (5, 7), "float32"))
