@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from runs import iterate, new_run, weights_of
 
 pytestmark = pytest.mark.slow

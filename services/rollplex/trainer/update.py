@@ -151,16 +151,25 @@ class StreamedUpdate:
 
 def adamw_(master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor,
            config: OptimizerConfig, *, learning_rate: float, weight_decay: float, step: int) -> None:
-    """AdamW (arXiv 1711.05101, alg. 2) as torch.optim.AdamW computes it, in place on flat tensors of one dtype.
+    """AdamW (arXiv 1711.05101, alg. 2) as torch.optim.AdamW computes it, in place on flat tensors of one dtype;
+    `gradient` is overwritten.
 
     One rounding an operation: torch's fused addcmul and addcdiv round differently in vector lanes and in the remainder of a
     loop, and the result would depend on where a chunk begins. So a GPU gives a CPU's bits, too; a division by a number would
-    not: CUDA multiplies by its reciprocal, a CPU divides.
+    not: CUDA multiplies by its reciprocal, a CPU divides; nor would
+    CUDA's float32 square root, which is one bit off now and then.
     """
     if weight_decay:
         master.mul_(1 - learning_rate * weight_decay)
     first.add_((gradient - first).mul_(1 - config.beta1))
     second.mul_(config.beta2).add_(gradient.square().mul_(1 - config.beta2))
     scale = 1 / math.sqrt(1 - config.beta2**step)
-    denominator = second.sqrt().mul_(scale).add_(config.epsilon)
+    denominator = _square_root(second, out=gradient).mul_(scale).add_(config.epsilon)
     master.sub_((first / denominator).mul_(learning_rate / (1 - config.beta1**step)))
+
+
+def _square_root(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded everywhere: a float64 root rounded to float32 is the float32 root."""
+    if values.is_cuda and values.dtype is torch.float32:
+        return out.copy_(values.double().sqrt_())
+    return torch.sqrt(values, out=out)
