@@ -9,9 +9,9 @@ C is the stream that is current outside, where all else of the process runs; S i
   context, where S has waited for all that C had read by then. Made on C and read on S: handed out again only outside, where C
   has waited for S. So no record_stream and nothing kept alive, as long as every other stream (copies, NCCL) is joined to C
   before what it reads is freed, which C's own memory asks for too.
-- Backward. Autograd runs an operation's backward on the stream of its forward. rollplex.model.limited therefore runs a block's
-  forward without a graph here, and again, with one, on C in the backward pass. What does have a graph on S (saved_activations
-  = "keep") has its backward there, capped; autograd itself then joins S to C.
+- Backward. Autograd runs an operation's backward on the stream of its forward. rollplex.model.activations therefore runs a
+  block's forward without a graph here, and again, with one, on C in the backward pass. What does have a graph on S
+  (saved_activations = "keep") has its backward there, capped; autograd itself then joins S to C.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from rollplex.torchvision_ops import ensure_torchvision
 ensure_torchvision()
 
 from rollplex.core.prompt_hash import prompt_hash
-from rollplex.model.activations import HostCopies, Offload
+from rollplex.model.activations import HostCopies, Limit, Offload
 from rollplex.model.boundary import Boundary
 from rollplex.model.checkpoint import load_into, save_checkpoint
 from rollplex.model.config import ModelConfig, read_model_config
@@ -14,7 +14,6 @@ from rollplex.model.decode import GroupDecoder
 from rollplex.model.decode_state import DecodeState
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout, LayoutTensor, Part
-from rollplex.model.limited import Limit
 from rollplex.model.logprobs import token_logprobs
 from rollplex.model.network import VisionLanguageModel, sum_replicated_gradients
 from rollplex.model.packing import PackedSuffix, pack_responses

@@ -99,6 +99,10 @@ class PromptInputs:
         host = self._host_tokens
         return replace(self, **moved, host_token_ids=None if moved["token_ids"] is host else host)
 
+    def places_of(self, token: int, count: int) -> torch.Tensor:
+        """int64 [n] on the host: where `token` stands among the first `count`."""
+        return (self._host_tokens[:count] == token).nonzero()[:, 0]
+
     def hash(self) -> str:
         """Of host data alone."""
         arrays = (self._host_tokens, self.image_grid_thw, self.video_grid_thw, self.second_per_grid_ts)

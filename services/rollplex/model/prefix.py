@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 
 from rollplex.core.errors import BadInput
-from rollplex.model.activations import HostCopies, Offload, run_checkpointed, run_offloaded, run_plain
+from rollplex.memory.transfer import to_device
+from rollplex.model.activations import HostCopies, Limit, Offload, run_checkpointed, run_offloaded, run_plain
 from rollplex.model.attention import causal_attention
 from rollplex.model.boundary import Boundary, KeysValues
 from rollplex.model.inputs import PromptInputs
-from rollplex.model.limited import Limit, run_checkpointed_inside, run_inside
 from rollplex.model.network import VisionLanguageModel
 from rollplex.model.vision import RunBlock, encode
 
@@ -43,9 +43,7 @@ def prefix_forward(
     """
     if saved not in ("keep", "recompute", "offload", "from_inputs"):
         raise BadInput(f"saved={saved!r}; expected keep, recompute, offload or from_inputs")
-    plain, checkpointed = run_plain, run_checkpointed
-    if limit is not None:
-        plain, checkpointed = partial(run_inside, limit, run_plain), partial(run_checkpointed_inside, limit)
+    plain, checkpointed = (partial(run, limit=limit or nullcontext) for run in (run_plain, run_checkpointed))
     if not (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
         with torch.no_grad():
             return Boundary(_keys_values(model, inputs, plain))
@@ -87,7 +85,9 @@ def _embed(model: VisionLanguageModel, inputs: PromptInputs, count: int, run: Ru
             continue
         with torch.no_grad() if frozen else nullcontext():
             features = encode(model.visual, pixels.to(hidden_BD.device, model.dtype), grid, run)
-        hidden_BD = hidden_BD.masked_scatter((tokens == token)[:, None], features)
+        # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it.
+        places = to_device(inputs.places_of(token, count), hidden_BD.device)
+        hidden_BD = hidden_BD.index_copy(0, places, features)
     return hidden_BD
 
 
