@@ -110,12 +110,14 @@ def _table(sizes: Mapping[str, int]) -> str:
 
 def _plan_input(sections: Sections, choices: EngineChoices) -> PlanInput:
     mesh, run, limit = sections["mesh"], sections["run"], sections["broker"].host_limit_bytes
+    rates = run.optimizer.module_learning_rates()
     host_bytes = {None: default_host_limit_bytes(), 0: UNLIMITED}.get(limit, limit)
     return PlanInput(
-        shapes=read_shapes(sections["model"].checkpoint), topology=mesh.topology, gpus=mesh.topology.device_count,
+        shapes=read_shapes(sections["model"].checkpoint), topology=mesh.topology, gpus=mesh.topology.train_tp,
+        rollout_gpus=mesh.topology.replica_count * mesh.topology.rollout_tp,
         hbm_bytes=mesh.hbm_budget_bytes or UNLIMITED, host_bytes=host_bytes, runtime_bytes=mesh.hbm_runtime_bytes,
         schedule=run.schedule, dtype=sections["model"].dtype, reference=run.loss.kl_coef > 0,
-        freeze_vision=run.optimizer.module_learning_rates()["vision"] == 0, freeze_decoder=run.optimizer.freeze_decoder,
+        freeze_vision=rates["vision"] == 0, freeze_decoder=rates["decoder"] == 0,
         reference_tp=mesh.reference_tensor_parallel, kv_pool_bytes=choices.kv_pool_bytes, ablation=run.ablation,
         work=Work(groups=1, samples=1, prompt_tokens=1, response_tokens=1, micro_batch_samples=1,
                   chunk_elements=run.optimizer.chunk_elements))

@@ -92,6 +92,7 @@ class IterationWork:
         responses = [[len(sample.token_ids) for sample in samples] for samples in self.by_group().values()]
         self.needs = self.mesh.needs(
             self.config, prompts, generates=self.recorded is None, trains=not self.key.validation,
+            media=[prompt.group.media for prompt in self.prompts],
             response_tokens=longest_micro_batch(responses, self.config.suffix_micro_batch_samples))
 
     def by_group(self) -> dict[int, list[SampleRecord]]:

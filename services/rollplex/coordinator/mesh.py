@@ -19,7 +19,7 @@ from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.ids import actor_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME
-from rollplex.core.work import UpdateOrder
+from rollplex.core.work import MediaItem, UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 from rollplex.v1.phase_service_pb2 import JoinResponse
@@ -73,13 +73,13 @@ class Mesh:
         return await asyncio.get_running_loop().run_in_executor(self.broker_thread, call, self._session)
 
     def needs(self, config: RunConfig, prompt_tokens: Sequence[int], *, generates: bool, trains: bool,
-              response_tokens: int = 0) -> IterationNeeds:
+              response_tokens: int = 0, media: Sequence[Sequence[MediaItem]] = ()) -> IterationNeeds:
         """Of an iteration, as Planner.needs; after every group it uses has joined."""
         if self._planner is None or not prompt_tokens:
             return IterationNeeds()
         choices = engine_choices(state for group in self.groups for state in group.states)
         return self._planner.needs(config, prompt_tokens, choices, generates=generates, trains=trains,
-                                   response_tokens=response_tokens)
+                                   response_tokens=response_tokens, media=media)
 
     async def unexplained(self, run: str) -> dict[str, int]:
         """Phase -> the most that a device has held beyond the ledger as that phase ended; empty without GPUs."""

@@ -11,7 +11,8 @@ from rollplex.core.memory_plan import Choice, Plan, make_plan
 from rollplex.core.memory_sizes import PlanInput, Work
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME, PlannedBytes
-from rollplex.core.shapes import ModelShapes
+from rollplex.core.shapes import ModelShapes, VisionShapes
+from rollplex.core.work import MediaItem
 from rollplex.v1.phase_service_pb2 import JoinResponse
 
 UNLIMITED = 1 << 60
@@ -43,13 +44,16 @@ class Planner:
     dtype: str
 
     def needs(self, config: RunConfig, prompt_tokens: Sequence[int], choices: EngineChoices, *, generates: bool,
-              trains: bool, response_tokens: int = 0) -> IterationNeeds:
-        """`prompt_tokens`: of each prompt. `response_tokens`: mean of the longest micro-batch, once responses are fixed; 0: all
-        may be as long as the run lets them. An iteration that replays generates nothing, a validation trains nothing."""
+              trains: bool, response_tokens: int = 0, media: Sequence[Sequence[MediaItem]] = ()) -> IterationNeeds:
+        """`prompt_tokens`, `media`: of each prompt. `response_tokens`: mean of the longest micro-batch, once responses are fixed;
+        0: all may be as long as the run lets them. An iteration that replays generates nothing, a validation trains nothing."""
         budget = self.mesh.hbm_budget_bytes
+        visual = [sum(visual_tokens(self.shapes.vision, item) for item in items) for items in media]
         samples = config.sampling.samples_per_group
         work = Work(groups=len(prompt_tokens), samples=samples, prompt_tokens=-(-sum(prompt_tokens) // len(prompt_tokens)),
                     longest_prompt_tokens=max(prompt_tokens),
+                    visual_tokens=-(-sum(visual) // len(visual)) if visual else None,
+                    longest_visual_tokens=max(visual, default=None),
                     response_tokens=response_tokens or config.sampling.max_response_tokens,
                     micro_batch_samples=config.suffix_micro_batch_samples or samples,
                     chunk_elements=config.optimizer.chunk_elements)
@@ -68,6 +72,14 @@ class Planner:
         if not generates or not (choices.kv_pool_bytes or budget):
             without.add("rollout_kv")
         return IterationNeeds(plan, frozenset(without))
+
+
+def visual_tokens(vision: VisionShapes, item: MediaItem) -> int:
+    """Of one medium, whose frames the decoder has brought to the size in which the model sees them."""
+    frames, height, width, _ = item.frames.shape
+    side = vision.patch_size * vision.spatial_merge_size
+    steps = -(-frames // vision.temporal_patch_size)
+    return steps * -(-height // side) * -(-width // side)
 
 
 def longest_micro_batch(groups: Iterable[Sequence[int]], micro_batch_samples: int) -> int:

@@ -38,11 +38,26 @@ class Work:
     chunk_elements: int = 1 << 24
     longest_prompt_tokens: int = 0
     """Of one prompt, where `prompt_tokens` is a mean; 0: all are alike."""
+    visual_tokens: int | None = None
+    """Of a prompt, as `prompt_tokens` is; None: every one is visual, which is the most that the tower can ask for."""
+    longest_visual_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "prompt_tokens", "response_tokens", "micro_batch_samples", "chunk_elements"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be at least 1", reason="BAD_PLAN")
+
+    @property
+    def visual(self) -> int:
+        """Visual tokens of a prompt."""
+        return self.prompt_tokens if self.visual_tokens is None else self.visual_tokens
+
+    @property
+    def longest_visual(self) -> int:
+        """Of the prompt that has most."""
+        if self.longest_visual_tokens is not None:
+            return self.longest_visual_tokens
+        return max(self.prompt_tokens, self.longest_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +96,18 @@ class PlanInput:
         for name in ("hbm_bytes", "host_bytes"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be at least 1", reason="BAD_PLAN")
+
+    @property
+    def visual(self) -> int:
+        """Visual tokens of a prompt."""
+        return self.prompt_tokens if self.visual_tokens is None else self.visual_tokens
+
+    @property
+    def longest_visual(self) -> int:
+        """Of the prompt that has most."""
+        if self.longest_visual_tokens is not None:
+            return self.longest_visual_tokens
+        return max(self.prompt_tokens, self.longest_prompt_tokens)
 
     @property
     def rollout_devices(self) -> int:
@@ -220,15 +247,16 @@ class Sizes:
 
     @property
     def layer_inputs(self) -> int:
-        """What checkpointing keeps of all prompts, as if every prompt token were a visual one."""
-        return self.groups_per_rank * self._inputs(self.given.work.prompt_tokens, vision=not self.given.freeze_vision)
+        """What checkpointing keeps of all prompts."""
+        work = self.given.work
+        return self.groups_per_rank * (self._inputs(work.prompt_tokens) + self._tower_inputs(work.visual))
 
     @property
     def full_tape(self) -> int:
-        """Every activation of all prompts, as if every prompt token were a visual one."""
-        tokens, shapes = self.given.work.prompt_tokens, self.given.shapes
-        tower = 0 if self.given.freeze_vision else shapes.vision.depth * self._tower_layer_kept(tokens)
-        return self.groups_per_rank * (shapes.layer_count * self._layer_kept(tokens) + tower)
+        """Every activation of all prompts."""
+        work, shapes = self.given.work, self.given.shapes
+        tower = 0 if self.given.freeze_vision else shapes.vision.depth * self._tower_layer_kept(work.visual)
+        return self.groups_per_rank * (shapes.layer_count * self._layer_kept(work.prompt_tokens) + tower)
 
     def prefix_waiting(self, activations: str) -> int:
         """What stays in HBM of the prefixes until their backward pass."""
@@ -244,7 +272,7 @@ class Sizes:
         last norm, one layer's working set and one chunk of logits."""
         work, shapes = self.given.work, self.given.shapes
         tokens = work.micro_batch_samples * work.response_tokens
-        kept = self._inputs(tokens, vision=False)
+        kept = self._inputs(tokens)
         if saved == "keep":
             boundary = work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
             kept = shapes.layer_count * self._layer_kept(tokens) + boundary
@@ -258,23 +286,28 @@ class Sizes:
     @property
     def prefix_working_set(self) -> int:
         """One layer of one prompt, forward and backward: the decoder's or the tower's, which is not cut."""
-        tokens, vision = self.longest_prompt, self.given.shapes.vision
+        tokens, vision = self.given.work.longest_visual, self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
         tower = 0 if self.given.freeze_vision else self._tower_layer_kept(tokens) + gradients
-        return max(self.layer_working_set(tokens), tower)
+        return max(self.layer_working_set(self.longest_prompt), tower)
 
     @property
     def media(self) -> int:
-        """Decoded frames of an iteration and of the queued one, as if every prompt token were a visual one; per node."""
+        """Decoded frames of an iteration and of the queued one; per node."""
         vision, work = self.given.shapes.vision, self.given.work
         token = (vision.spatial_merge_size * vision.patch_size)**2 * vision.temporal_patch_size * vision.in_channels
-        return 2 * work.groups * work.prompt_tokens * token
+        return 2 * work.groups * work.visual * token
 
-    def _inputs(self, tokens: int, *, vision: bool) -> int:
-        shapes, tower = self.given.shapes, self.given.shapes.vision
-        patches = tower.depth * tower.hidden_size * tower.spatial_merge_size**2 if vision else 0
-        return tokens * (shapes.layer_count * shapes.hidden_size + patches) * self.item
+    def _inputs(self, tokens: int) -> int:
+        """Of the decoder's layers."""
+        return tokens * self.given.shapes.layer_count * self.given.shapes.hidden_size * self.item
+
+    def _tower_inputs(self, tokens: int) -> int:
+        tower = self.given.shapes.vision
+        if self.given.freeze_vision:
+            return 0
+        return tokens * tower.depth * tower.hidden_size * tower.spatial_merge_size**2 * self.item
 
     def layer_working_set(self, tokens: int) -> int:
         """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once."""

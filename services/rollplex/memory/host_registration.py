@@ -6,6 +6,7 @@ Faulting 8 GiB in takes over 4 s on one thread, which is most of what pinning co
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -66,5 +67,8 @@ class HostRegistration:
 def _populate(address: int, size_bytes: int) -> None:
     if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
+        if number == errno.EINVAL:
+            # A Linux before 5.14: whoever pins the pages makes them, on one thread.
+            return
         raise OutOfMemory(f"{size_bytes:,} bytes of host memory cannot be had: {os.strerror(number)}",
                           reason="OUT_OF_HOST_MEMORY", size_bytes=size_bytes)

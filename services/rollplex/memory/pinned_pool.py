@@ -89,7 +89,12 @@ class PinnedPool:
         session.create(name, object_class=POOL_CLASS, size_bytes=size_bytes, run=run)
         lease = session.lease(name, LeaseMode.WRITE)
         mapped = MappedSlab(driver_of("host"), size_bytes)
-        mapped.bind(lease, writable=True)
+        try:
+            mapped.bind(lease, writable=True)
+        except BaseException:
+            mapped.close()
+            lease.release()
+            raise
         pool = cls(mapped.tensor(Placement.contiguous(name, 0, (size_bytes,), "uint8")))
         pool._mapped, pool._lease, pool._delete = mapped, lease, lambda: session.delete(name)
         try:

@@ -58,7 +58,7 @@ class PagedWeights:
 
     def open(self) -> None:
         """As the source's; then the slab is mapped and pinned for as long as this process lives."""
-        if self._source.held:
+        if self._source.held and self._registration is not None:
             return
         self._unpin()
         self._source.open()
@@ -70,7 +70,7 @@ class PagedWeights:
 
         Raises WrongState before `open`, OSError when the device has no room.
         """
-        if not self._source.held:
+        if not self._source.held or self._registration is None:
             # The broker was restarted and could not give the lease back.
             self._unpin()
             self._pin()

@@ -104,9 +104,11 @@ class ReferenceWeights:
         if self._lease is None:
             raise WrongState("the reference weights are not open; open a run first", reason="NO_RUN")
         self._mapped.unbind()
+        # Before the old one goes: a lease that is refused leaves this process with the one that it had.
+        lease = self._session.lease(self.name, LeaseMode.WRITE)
         self._release()
-        self._lease = self._session.lease(self.name, LeaseMode.WRITE)
-        self._mapped.bind(self._lease, writable=True)
+        self._lease = lease
+        self._mapped.bind(lease, writable=True)
 
     @property
     def held(self) -> bool:

@@ -90,8 +90,10 @@ class Command:
 class CommandBoard:
     """The commands of one engine process. All methods run on the event loop."""
 
-    def __init__(self, owner_thread: ThreadPoolExecutor) -> None:
-        self._owner = owner_thread
+    def __init__(self, owner_thread: ThreadPoolExecutor, on_failure: Callable[[RollplexError], None] = lambda error: None
+                 ) -> None:
+        """`on_failure`: told on the owner thread of every command that failed, after those who watch it."""
+        self._owner, self.on_failure = owner_thread, on_failure
         self._commands: OrderedDict[str, Command] = OrderedDict()
         self._waiting: dict[int, Command] = {}
         self.epoch = 0
@@ -185,6 +187,8 @@ class CommandBoard:
             event.__cause__ = event.__context__ = None
             event = event.with_traceback(None)
         command.loop.call_soon_threadsafe(command.record, event)
+        if isinstance(event, RollplexError):
+            self.on_failure(event)
 
     def _expire(self, command: Command) -> None:
         if command.ended:

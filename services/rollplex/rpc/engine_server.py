@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grpc import aio
 
+from rollplex.rpc.last_words import end_when_fatal
 from rollplex.rpc.phase_servicer import EngineHost, PhaseEngine, PhaseServicer
 from rollplex.rpc.server import RunningServer, serve, start_server
 from rollplex.v1 import phase_service_pb2, phase_service_pb2_grpc
@@ -31,7 +32,7 @@ async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine]
     owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner")
     loop = asyncio.get_running_loop()
     engine = await loop.run_in_executor(owner, build)
-    host = EngineHost(engine, owner)
+    host = EngineHost(engine, owner, end_when_fatal)
 
     async def close() -> None:
         host.abort_all()

@@ -13,21 +13,15 @@ from rollplex.core.config import MeshSection
 from rollplex.core.errors import Unavailable, WrongState
 from rollplex.core.sharing import PIPE_VARIABLE
 from rollplex.rpc.handles import connect
+from rollplex.rpc.last_words import end_process
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 _RETRY_S = 0.05
-EXIT_STATUS = 70
-"""EX_SOFTWARE; the supervisor starts the engine again whatever it is."""
 
 
-def _end_process() -> None:
-    # Not by SIGTERM: draining would wait for kernels that never end. Slabs are the broker's, and its leases end with us.
-    os._exit(EXIT_STATUS)
-
-
-def hold_daemon(mesh: MeshSection, *, wait_s: float = WAIT_S, end: Callable[[], None] = _end_process) -> None:
+def hold_daemon(mesh: MeshSection, *, wait_s: float = WAIT_S, end: Callable[[], None] = end_process) -> None:
     """Returns once the daemon takes clients, at once where the policy has none; `end` is called, on a thread, when a server of
     it faults or dies, since then this process's CUDA context is lost.
 

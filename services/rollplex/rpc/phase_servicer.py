@@ -70,9 +70,10 @@ class EpochMember(Protocol):
 class EngineHost:
     """An engine, its owner thread and its command board."""
 
-    def __init__(self, engine: PhaseEngine, owner_thread: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: PhaseEngine, owner_thread: ThreadPoolExecutor,
+                 on_failure: Callable[[RollplexError], None] = lambda error: None) -> None:
         self.engine = engine
-        self.board = CommandBoard(owner_thread)
+        self.board = CommandBoard(owner_thread, on_failure)
         self.instance_id = new_id(engine.role)
         self._owner = owner_thread
         self._member: EpochMember | None = getattr(engine, "communicator", None)

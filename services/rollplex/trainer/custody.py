@@ -48,8 +48,8 @@ class HeldSlab:
         _check_size(self._lease, size_bytes)
         device = self._lease.slab.device
         self._mapped = MappedSlab(driver_of(device), size_bytes)
-        self._mapped.bind(self._lease, writable=True)
         try:
+            self._mapped.bind(self._lease, writable=True)
             pinned = registered and is_host(device)
             self._registration = HostRegistration(self._mapped.address, size_bytes) if pinned else None
         except BaseException:
@@ -93,14 +93,15 @@ class VisitingSlab:
     def back(self) -> None:
         """New memory of zeros, in the broker's custody. Idempotent. Raises OutOfMemory with the ledger's table."""
         if not self.backed:
+            # What a drop that failed has left behind.
+            self._delete_left()
             self._session.create(self.name, **self._created)
             self._take()
 
     def drop(self) -> None:
-        """Gives the memory back to the device. Idempotent."""
-        if self.backed:
-            self._leave()
-            self._session.delete(self.name)
+        """Gives the memory back to the device. Idempotent; after a failure, to be called again."""
+        self._leave()
+        self._delete_left()
 
     def close(self) -> None:
         """A slab that is there stays with the broker."""
@@ -110,8 +111,16 @@ class VisitingSlab:
     def _take(self) -> None:
         lease = self._session.lease(self.name, LeaseMode.WRITE)
         _check_size(lease, self._size)
-        self._mapped.bind(lease, writable=True)
+        try:
+            self._mapped.bind(lease, writable=True)
+        except BaseException:
+            lease.release()
+            raise
         self._lease = lease
+
+    def _delete_left(self) -> None:
+        if any(slab.name == self.name for slab in self._session.list_slabs(self.name)):
+            self._session.delete(self.name)
 
     def _leave(self) -> None:
         self._mapped.unbind()

@@ -19,7 +19,8 @@ from fake_mps import daemon_of, install
 from rollplex.core.config import MeshSection
 from rollplex.core.errors import BadInput, Unavailable, WrongState
 from rollplex.core.strict import to_plain, to_toml
-from rollplex.rpc.mps_link import EXIT_STATUS, hold_daemon
+from rollplex.rpc.last_words import EXIT_STATUS
+from rollplex.rpc.mps_link import hold_daemon
 from rollplex_client.cli import mesh as mesh_module
 from rollplex_client.cli.mps_control import ControlDaemon, find_control
 from rollplex_client.cli.settings import parse_settings

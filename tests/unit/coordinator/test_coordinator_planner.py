@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices, longest_micro_batch
+from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices, longest_micro_batch, visual_tokens
 from rollplex.core.config import AblationConfig, LossConfig, MeshSection, OptimizerConfig, RunConfig, SamplingConfig
 from rollplex.core.hbm_shares import EngineChoices
 from rollplex.core.memory_sizes import GIB
 from rollplex.core.phases import Phase
+from rollplex.core.placement import Placement
 from rollplex.core.residency import RUNTIME
+from rollplex.core.work import MediaItem
 from rollplex.v1.phase_service_pb2 import JoinResponse
 from rollplex_client.cli.published import model_shapes
 
@@ -88,3 +90,18 @@ def test_engines_say_where_they_keep_things():
               JoinResponse(role="reference", residency={"reference_weights": "resident"})]
     assert engine_choices(joined) == EngineChoices("hbm", "resident", 7)
     assert engine_choices([JoinResponse()]) == EngineChoices()
+
+
+def test_text_asks_nothing_of_the_tower(planner):
+    """Prompts are counted as what they are: text has no patches."""
+    video = MediaItem("video", Placement.contiguous("m", 0, (8, 56, 84, 3), "uint8"), 2.0, "")
+    vision = planner.shapes.vision
+    side = vision.patch_size * vision.spatial_merge_size
+    assert visual_tokens(vision, video) == -(-8 // vision.temporal_patch_size) * -(-56 // side) * -(-84 // side)
+
+    def waiting(media):
+        config = RunConfig(saved_activations="recompute")
+        needs = planner.needs(config, (200, 200), POOL, generates=True, trains=True, media=media)
+        return by_class(needs, Phase.OVERLAP)["prefix_activations"]
+
+    assert waiting(([], [])) < waiting(([video], [])) < waiting(([video], [video])) < waiting(())
