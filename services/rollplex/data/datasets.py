@@ -57,7 +57,7 @@ def read_dataset(
     for index, raw in enumerate(_raw_rows(path)):
         count += 1
         try:
-            rows.append(_build(raw, index, format, options))
+            rows.append(build_row(raw, index, format, options))
         except BadInput as error:
             located = _located(error, path, index)
             if refused is None:
@@ -82,7 +82,7 @@ def split_valid(rows: Sequence[PromptRow], check: Callable[[PromptRow], None]) -
     return valid, refused
 
 
-def _build(raw: Any, index: int, format: Format, options: RowOptions) -> PromptRow:
+def build_row(raw: Any, index: int, format: Format, options: RowOptions) -> PromptRow:
     if not isinstance(raw, dict):
         raise BadInput(f"it is a {type(raw).__name__}, not an object with columns", reason="BAD_ROW")
     name = row_formats.detect(raw) if format == "auto" else format

@@ -134,13 +134,15 @@ def error_frame(error: errors.RollplexError) -> dict[str, Any]:
 
 def raise_error_frame(message: dict[str, Any]) -> None:
     """Raises the domain error that the frame carries, if it carries one."""
-    detail = message.get("error")
-    if detail is None:
+    if "error" not in message:
         return
+    detail = message["error"] if isinstance(message["error"], dict) else {"message": message["error"]}
     kind = getattr(errors, str(detail.get("kind")), errors.InternalError)
     if not (isinstance(kind, type) and issubclass(kind, errors.RollplexError)):
         kind = errors.InternalError
-    raise kind(str(detail.get("message")), reason=str(detail.get("reason")), **dict(detail.get("metadata") or {}))
+    metadata = detail.get("metadata") if isinstance(detail.get("metadata"), dict) else {}
+    raise kind(str(detail.get("message")), reason=str(detail.get("reason")),
+               **{key: value for key, value in metadata.items() if key not in ("self", "message", "reason")})
 
 
 def listen(path: Path) -> socket.socket:
