@@ -14,6 +14,8 @@ from rollplex.core.config import RunConfig
 from rollplex.core.strict import to_plain
 from rollplex.v1 import coordinator_service_pb2 as pb
 
+TOKENS = (b"[", b"{", b'"', b"null", b"-1", b"1e999", b"NaN", b"\x00", b"\xff" * 4, b"[[]]", b"{}")
+
 
 def seeds(target: str) -> list[bytes]:
     return _MAKERS[target]()
@@ -32,7 +34,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
             case 2:
                 out[at:at] = out[at:at + rng.randrange(1, 16)]
             case 3:
-                out[at:at] = rng.choice((b"[", b"{", b'"', b"null", b"-1", b"1e999", b"NaN", b"\x00", b"\xff" * 4, b"[[]]", b"{}"))
+                out[at:at] = rng.choice(TOKENS)
             case 4:
                 out[at:at + 4] = rng.choice((b"\x00" * 4, b"\xff" * 4, b"\x7f\xff\xff\xff", b"0000"))
     return bytes(out)

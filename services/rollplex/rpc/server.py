@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rollplex.core.errors import BadInput, InternalError
 from rollplex.rpc.channel import OPTIONS, check_address
+from rollplex.rpc.credentials import server_side
 from rollplex.rpc.interceptors import Gate
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,11 @@ class RunningServer:
 def prepare_runtime_dir(path: Path) -> Path:
     """Creates the directory with mode 0700. Raises BadInput when it is another user's or open to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = path.stat().st_mode & 0o777
+    status = path.stat()
+    mode = status.st_mode & 0o777
+    if status.st_uid != os.getuid():
+        raise BadInput(f"runtime directory {path} is uid {status.st_uid}'s, this is uid {os.getuid()}; its owner could put "
+                       "sockets of their own there: name another", reason="RUNTIME_DIR_FOREIGN", path=path)
     if mode & 0o077:
         raise BadInput(f"runtime directory {path} has mode {mode:o}; a socket needs a directory of its own "
                        "that others cannot enter: name one that does not exist yet, or chmod 700 your own",
@@ -76,14 +82,14 @@ def claim_unix_socket(path: Path) -> None:
 async def start_server(name: str, address: str, add_servicers: AddServicers) -> RunningServer:
     """Binds and starts a server that answers UNAVAILABLE, and NOT_SERVING to health, until `ready`.
 
-    Raises BadInput for an address in use.
+    Raises BadInput for an address in use, and for TCP without TLS and token.
     """
-    check_address(address)
+    credentials = server_side(check_address(address))
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         prepare_runtime_dir(path.parent)
         claim_unix_socket(path)
-    gate = Gate()
+    gate = Gate(None if credentials is None else credentials[1])
     server = aio.server(interceptors=[gate], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
     names = add_servicers(server)
     health_servicer = health.aio.HealthServicer()
@@ -92,7 +98,7 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
     for service in ["", *names]:
         await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials[0])
     except RuntimeError as error:
         raise BadInput(f"{name} cannot listen on {address}: {error}", reason="ADDRESS_IN_USE",
                        address=address) from error
@@ -101,6 +107,8 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
     if not address.startswith("unix:") and address.endswith(":0"):
         address = f"{address.rpartition(':')[0]}:{port}"
     await server.start()
+    if address.startswith("unix:"):
+        path.chmod(0o600)
     return RunningServer(server, gate, health_servicer, names, address)
 
 

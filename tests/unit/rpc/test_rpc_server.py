@@ -106,7 +106,8 @@ async def test_an_address_in_use_is_a_clear_error(server):
         await start_server("reward", server.address, lambda _: [])
 
 
-async def test_tcp_works_too():
+async def test_tcp_works_too(monkeypatch):
+    monkeypatch.setenv("ROLLPLEX_INSECURE_TCP", "1")
     running = await start_server("reward", "127.0.0.1:0", lambda _: [])
     await running.ready()
     health = health_pb2_grpc.HealthStub(aio_channel(running.address))
