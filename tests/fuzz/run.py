@@ -15,7 +15,7 @@ import atheris
 with atheris.instrument_imports(include=["rollplex", "targets", "json"]):
     from targets import TARGETS, run_one
 
-from seeds import seeds
+from seeds import dictionary, seeds
 
 
 def main() -> None:
@@ -28,10 +28,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(options.target)):
         (folder / f"seed-{number}").write_bytes(data)
+    words = options.corpus / f"{options.target}.dict"
+    words.write_text("".join('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n' for word in dictionary(options.target)))
     logging.disable(logging.CRITICAL)
     target = TARGETS[options.target]
     target(b"")  # what is made once
     atheris.Setup([sys.argv[0], str(folder), f"-max_total_time={options.seconds}", f"-artifact_prefix={options.corpus}/",
+                   f"-dict={words}",
                    "-max_len=4096", "-timeout=20", "-rss_limit_mb=3072", "-print_final_stats=1", "-verbosity=1"],
                   lambda data: run_one(target, data))
     atheris.Fuzz()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 
 import av
 import numpy as np
@@ -19,6 +20,13 @@ TOKENS = (b"[", b"{", b'"', b"null", b"-1", b"1e999", b"NaN", b"\x00", b"\xff" *
 
 def seeds(target: str) -> list[bytes]:
     return _MAKERS[target]()
+
+
+def dictionary(target: str) -> list[bytes]:
+    """Words that a fuzzer should not have to guess: the strings of the seeds, and JSON's own."""
+    texts = [] if target == "media_headers" else seeds(target)
+    words = {word for data in texts for word in re.findall(rb'"[^"]{1,40}"', data)}
+    return sorted(words | {*TOKENS, b":", b",", b"true", b"[{}]", b'{"a":1}', b"1.5"})
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -65,6 +73,8 @@ def _rows() -> list[bytes]:
         {"prompt": [{"role": "user", "content": "<image> q"}], "images": ["a.png"], "reward_model": {"ground_truth": "1"},
          "extra_info": {"problem_type": "numerical"}},
         {"messages": messages, "images": [{"path": "a.png", "max_pixels": 1000}], "answer": "x"},
+        {"messages": [{"role": "user", "content": 1000}], "answer": "x"},
+        {"prompt": "q", "reward_model": {}, "problem_type": ["OCR"]},
         {"prompt": "q", "videos": [{"video": ["1.png", "2.png"], "fps": 2.0}], "ground_truth": 5},
     )
     group = pb.PromptGroup(messages_json=json.dumps(messages), media=[pb.MediaSource(kind="image", path="/a.png")],

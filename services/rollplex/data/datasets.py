@@ -91,7 +91,10 @@ def build_row(raw: Any, index: int, format: Format, options: RowOptions) -> Prom
         missing = [" or ".join(row_formats.PROMPT_COLUMNS)]
     if missing:
         raise BadInput(f"a {name} row needs the column {', '.join(missing)}; there are {', '.join(raw)}", reason="BAD_ROW")
-    row = _BUILDERS[name](raw, index, options)
+    try:
+        row = _BUILDERS[name](raw, index, options)
+    except RecursionError:
+        raise BadInput("it is nested too deeply", reason="BAD_ROW") from None
     check_row(row)
     return row
 
@@ -144,6 +147,8 @@ def _json_rows(path: Path) -> Iterator[Any]:
             reason="BAD_DATASET",
             path=path,
         ) from error
+    except (ValueError, RecursionError) as error:  # numbers without an end, lists in lists
+        raise BadInput(f"data file {path}: no JSON that can be read: {error}", reason="BAD_DATASET", path=path) from error
 
 
 def _json_line(path: Path, number: int, line: str) -> Any:
