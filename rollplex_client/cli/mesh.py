@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
 from rollplex.core.strict import read_toml
+from rollplex.rpc import runtime_dir as owners
 from rollplex.rpc.channel import check_address, sync_channel
 from rollplex.rpc.credentials import client_side, server_side
 from rollplex_client.cli.fit import check_fits
@@ -32,16 +32,9 @@ OnHealth = Callable[[dict[str, str]], None]
 
 
 def prepare_runtime_dir(path: Path) -> None:
-    """Creates it with mode 0700. Raises BadInput when it is open to others or too long for sockets."""
+    """Creates it with mode 0700. Raises BadInput when it is another user's, open to others, or too long for sockets."""
     check_address(f"unix:{path / 'coordinator.sock'}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.getuid():
-        raise BadInput(f"runtime directory {path} is uid {status.st_uid}'s, not yours", reason="RUNTIME_DIR_FOREIGN", path=path)
-    mode = status.st_mode & 0o777
-    if mode & 0o077:
-        raise BadInput(f"runtime directory {path} has mode {mode:o}; others must have no access (chmod 700)",
-                       reason="RUNTIME_DIR_OPEN", path=path)
+    owners.prepare_runtime_dir(path)
 
 
 def check_tcp(settings: Settings) -> None:

@@ -55,6 +55,13 @@ def _frames() -> list[bytes]:
     return [flag + json.dumps(message).encode() for message in messages for flag in (b"\0", b"\1")]
 
 
+def _keeper() -> list[bytes]:
+    messages = ({"op": "put", "name": "slab/a", "metadata": {"size": 5}}, {"op": "drop", "name": "slab/a"}, {"op": "take_all"},
+                {"op": "reset"}, {"op": "put", "name": [], "metadata": {}}, {"op": "put", "name": "a", "metadata": 5})
+    lines = [flag + json.dumps(message).encode() for message in messages for flag in (b"0", b"1")]
+    return [*lines, b"\n".join(lines[:4]), b"\n".join(lines[4:8])]
+
+
 def _tickets() -> list[bytes]:
     return [bytes((0, 0, 1, 0, 1, 0)), bytes((0, 3, 3, 255, 1, 3, 4, 0)), bytes((0, 1, 0, 2, 2, 1, 4, 129, 6, 2))]
 
@@ -100,5 +107,5 @@ def _media() -> list[bytes]:
     return found
 
 
-_MAKERS = {"handle_frames": _frames, "tickets": _tickets, "run_config": _configs, "prompt_rows": _rows,
+_MAKERS = {"handle_frames": _frames, "keeper_frames": _keeper, "tickets": _tickets, "run_config": _configs, "prompt_rows": _rows,
            "media_headers": _media}

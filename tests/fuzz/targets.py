@@ -9,7 +9,9 @@ import contextlib
 import json
 import math
 import os
+import select
 import socket
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from google.protobuf.message import DecodeError
 
 from rollplex.broker.engine import Custody
 from rollplex.broker.handle_server import HandleServer
+from rollplex.broker.keeper import Keeper
 from rollplex.broker.records import NoVault
 from rollplex.broker.sessions import NoConnection
 from rollplex.broker.tickets import Purpose, TicketBook
@@ -81,6 +84,38 @@ def handle_frames(data: bytes) -> None:
         reply, fd = finish(rig.server._handle(rig.session, frame))
         handles.encode(reply)
         assert fd is None, "a ticket was guessed"
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self.keeper = Keeper(Path(tempfile.mkdtemp(prefix="fuzz-")) / "k.sock")
+        self.own_fd = os.memfd_create("fuzz")
+
+
+_keeper: list[_Keeper] = []
+
+
+def keeper_frames(data: bytes) -> None:
+    """Packets on the keeper's socket, cut at newlines, each with a descriptor or without. What it is given it may keep."""
+    if not _keeper:
+        _keeper.append(_Keeper())
+    keeper, rig = _keeper[0].keeper, _keeper[0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        ours.settimeout(0)
+        keeper._connections[ours.fileno()] = ours
+        keeper._poll.register(ours, select.POLLIN)
+        for packet in data.split(b"\n")[:8]:
+            if packet and ours.fileno() >= 0:
+                handles.send_data(theirs, packet[1:] or b" ", rig.own_fd if packet[0] & 1 else None)
+                keeper._serve(ours)
+    finally:
+        if ours.fileno() >= 0:
+            keeper._close(ours)
+        theirs.close()
+        for name, (metadata, _) in list(keeper._records.items()):
+            assert isinstance(name, str) and isinstance(metadata, dict)
+            keeper._drop(name)
 
 
 def tickets(data: bytes) -> None:
@@ -187,7 +222,8 @@ def media_headers(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "handle_frames": handle_frames, "tickets": tickets, "run_config": run_config, "prompt_rows": prompt_rows,
+    "handle_frames": handle_frames, "keeper_frames": keeper_frames, "tickets": tickets,
+    "run_config": run_config, "prompt_rows": prompt_rows,
     "media_headers": media_headers,
 }
 

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seeds import mutated, seeds
 from targets import TARGETS, run_one
 
-MUTATIONS = {"handle_frames": 4000, "tickets": 4000, "run_config": 2000, "prompt_rows": 4000, "media_headers": 200}
+MUTATIONS = {"handle_frames": 4000, "keeper_frames": 2000, "tickets": 4000,
+             "run_config": 2000, "prompt_rows": 4000, "media_headers": 200}
 
 
 def test_every_target_has_seeds():

@@ -165,7 +165,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path, *, timeout_s: float) -> socket.socket:
-    """A connected socket whose operations take at most `timeout_s`. Raises OSError."""
+    """A connected socket whose operations take at most `timeout_s`. Raises OSError, also for another user's listener."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # While the listener's queue is full a non-blocking connect fails at once; a blocking one waits for this long.
     whole_s = int(timeout_s)
@@ -175,6 +175,9 @@ def connect(path: Path, *, timeout_s: float) -> socket.socket:
     except OSError:
         sock.close()
         raise
+    if peer_of(sock).uid != os.getuid():
+        sock.close()
+        raise PermissionError(f"{path} is served by another user")
     sock.settimeout(timeout_s)
     return sock
 

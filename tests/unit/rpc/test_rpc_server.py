@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core import errors
 from rollplex.rpc.channel import aio_channel, check_address
-from rollplex.rpc.server import prepare_runtime_dir, start_server
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
+from rollplex.rpc.server import start_server
 from rollplex.rpc.status import CODES, error_from_rpc, from_detail, to_detail
 from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
 
