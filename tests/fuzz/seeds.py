@@ -51,6 +51,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 def _frames() -> list[bytes]:
     messages = ({"op": "hello", "process": "trainer-0", "role": "trainer"}, {"op": "redeem", "ticket": "ticket-00"},
                 {"op": "deposit", "ticket": "ticket-00"}, {"op": "ping"}, {"op": "bye"},
+                {"error": {"kind": 5, "metadata": {"a": 1e300}}},
                 {"error": {"kind": "Forbidden", "reason": "PEER_UID", "message": "no", "metadata": {"uid": "5"}}})
     return [flag + json.dumps(message).encode() for message in messages for flag in (b"\0", b"\1")]
 

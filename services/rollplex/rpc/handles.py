@@ -9,6 +9,7 @@ import array
 import asyncio
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -61,14 +62,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Raises BadInput for anything that is not one JSON object."""
+    """Raises BadInput for anything that is not one JSON object of finite numbers, which `encode` could not send on."""
     try:
-        message = json.loads(data)
+        message = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise errors.BadInput(f"a frame is no JSON: {error}", reason="FRAME_MALFORMED") from None
     if not isinstance(message, dict):
         raise errors.BadInput("a frame must be a JSON object", reason="FRAME_MALFORMED")
     return message
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.20} is no finite number")
+    return value
 
 
 def send_data(sock: socket.socket, data: bytes, fd: int | None = None) -> None:

@@ -6,10 +6,10 @@ import hmac
 import logging
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
+import another_user
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -210,36 +210,12 @@ async def test_another_users_directory_is_refused(tmp_path, monkeypatch):
     assert refused.value.reason == "RUNTIME_DIR_FOREIGN"
 
 
-def connect_as_nobody(path: Path) -> bytes:
-    """What comes of it in a child that has become another user."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        outcome = b"connected"
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(str(path))
-        except PermissionError:
-            outcome = b"refused"
-        except OSError as error:
-            outcome = repr(error).encode()
-        os.write(write, outcome)
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    with os.fdopen(read, "rb") as end:
-        return end.read()
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("directory_mode", [0o700, 0o777])
 async def test_another_user_cannot_connect(tmp_path, directory_mode):
     """By the directory, and if an owner opens that afterwards, by the socket's own mode."""
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.stat().st_uid == os.getuid() and parent.stat().st_mode & 0o001 == 0:
-            pytest.skip(f"{parent} keeps other users out by itself") if parent == Path("/") else parent.chmod(0o711)
+    another_user.let_through(tmp_path)
     running = await start_server("reward", f"unix:{tmp_path}/run/r.sock", add)
     (tmp_path / "run").chmod(directory_mode)
-    assert connect_as_nobody(tmp_path / "run" / "r.sock") == b"refused"
+    assert another_user.connect(tmp_path / "run" / "r.sock") == b"refused"
     await running.drain(0.1)
