@@ -7,7 +7,10 @@ TORCH  ?= 2.13.0
 
 VLLM   := .venv-vllm
 
-.PHONY: help demo test test-ranks test-vllm test-gpu lint protos clean
+.PHONY: help demo test test-ranks test-vllm test-gpu fuzz lint protos clean
+
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media_headers
 
 help:
 	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
@@ -15,6 +18,7 @@ help:
 	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
 	@echo "make test-gpu  every test that needs a GPU, with the python at hand (make PYTHON=... test-gpu)"
+	@echo "make fuzz    atheris on what strangers' bytes reach first, FUZZ_SECONDS=60 a target; runs/fuzz keeps inputs and crashes"
 	@echo "make protos  regenerate protos/gen"
 	@echo "make clean   remove the environment and what runs left behind"
 
@@ -58,6 +62,14 @@ test-vllm: $(VLLM)/.ready
 # In the environment at hand: a GPU node has a torch of its own, and often no network.
 test-gpu:
 	PYTHONPATH=services:protos/gen:.:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(BIN)/pip install --quiet --editable '.[fuzz]'
+	@touch $@
+
+fuzz: $(VENV)/.fuzz
+	@for target in $(FUZZ_TARGETS); do \
+	  $(BIN)/python tests/fuzz/run.py $$target --seconds $(FUZZ_SECONDS) --corpus runs/fuzz || exit 1; done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

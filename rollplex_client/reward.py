@@ -5,9 +5,9 @@
     def shorter_is_better(completions, completion_ids, **columns):
         return [-len(ids) / 512 for ids in completion_ids]
 
-    serve_reward(shorter_is_better, "127.0.0.1:7001")
+    serve_reward(shorter_is_better, "unix:/tmp/shorter/reward.sock")
 
-or, without a line of code, `python -m rollplex_client.reward file.py:function --address 127.0.0.1:7001`.
+or, without a line of code, `python -m rollplex_client.reward file.py:function --address unix:/tmp/shorter/reward.sock`.
 """
 
 from __future__ import annotations

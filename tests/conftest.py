@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 
@@ -11,3 +13,15 @@ def tiny_checkpoint(tmp_path_factory):
     from tiny_checkpoint import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def tcp_security_of_its_own(monkeypatch):
+    """A config's keys about TCP go into the environment (`core.tcp_security`), and not from one test into the next."""
+    for name in [name for name in os.environ if name.startswith(("ROLLPLEX_TLS_", "ROLLPLEX_TOKEN_", "ROLLPLEX_INSECURE_"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        if name.startswith("ROLLPLEX_"):
+            del os.environ[name]

@@ -1,6 +1,6 @@
 """A reward in verl's signature: whether the text in the last \\boxed{} or <answer> is the ground truth.
 
-    python -m rollplex_client.reward examples/rewards/exact_match.py --address 127.0.0.1:7001 --name exact_match
+    python -m rollplex_client.reward examples/rewards/exact_match.py --address unix:/tmp/exact/reward.sock --name exact_match
 """
 
 from __future__ import annotations

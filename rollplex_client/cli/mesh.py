@@ -14,7 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, RollplexError, Unavailable
 from rollplex.core.strict import read_toml
+from rollplex.rpc import runtime_dir as owners
 from rollplex.rpc.channel import check_address, sync_channel
+from rollplex.rpc.credentials import client_side, server_side
 from rollplex_client.cli.fit import check_fits
 from rollplex_client.cli.mps_control import find_control
 from rollplex_client.cli.programs import EFFECTIVE_CONFIG, MPS, STOP_MARGIN_S, Program, log_path, programs, write_files
@@ -30,13 +32,17 @@ OnHealth = Callable[[dict[str, str]], None]
 
 
 def prepare_runtime_dir(path: Path) -> None:
-    """Creates it with mode 0700. Raises BadInput when it is open to others or too long for sockets."""
+    """Creates it with mode 0700. Raises BadInput when it is another user's, open to others, or too long for sockets."""
     check_address(f"unix:{path / 'coordinator.sock'}")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise BadInput(f"runtime directory {path} has mode {mode:o}; others must have no access (chmod 700)",
-                       reason="RUNTIME_DIR_OPEN", path=path)
+    owners.prepare_runtime_dir(path)
+
+
+def check_tcp(settings: Settings) -> None:
+    """Raises BadInput for a TCP address of the mesh without TLS and token, or with files that cannot be used."""
+    for program in programs(settings):
+        if program.serves_grpc:
+            server_side(settings.mesh.address(program.name))
+            client_side(settings.mesh.address(program.name))
 
 
 def check_ports(settings: Settings) -> None:
@@ -112,6 +118,7 @@ def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None
     settings.require_model()
     check_fits(settings.sections)
     check_sharing(settings)
+    check_tcp(settings)
     runtime_dir = settings.mesh.runtime_dir
     prepare_runtime_dir(runtime_dir)
     supervisor = Supervisor(runtime_dir)

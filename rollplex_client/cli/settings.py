@@ -12,6 +12,7 @@ from typing import Any
 from rollplex.core.config import MeshSection, RunConfig
 from rollplex.core.errors import BadInput
 from rollplex.core.strict import apply_overrides, parse, read_toml, to_plain
+from rollplex.core.tcp_security import TcpSecurity
 from rollplex.data.checkpoint_files import check_checkpoint
 from rollplex_client.cli.sections import SECTIONS, section_class
 
@@ -73,6 +74,7 @@ def parse_settings(data: dict[str, Any]) -> Settings:
     if isinstance(mesh["runtime_dir"], str):
         mesh["runtime_dir"] = str(Path(mesh["runtime_dir"]).absolute())
     data = {**data, "mesh": mesh}
+    TcpSecurity.use(mesh)
     sections = {name: parse(section_class(name), data.get(name, {}), name)
                 for name in SECTIONS if name != "model" or "model" in data}
     return Settings(data, sections)

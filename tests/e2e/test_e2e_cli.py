@@ -313,7 +313,9 @@ def test_a_second_up_names_who_listens(cli, tiny_checkpoint):
 def test_a_port_in_use_is_named(tiny_checkpoint):
     with Cli() as cli, socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        done = cli("up", "--model", tiny_checkpoint, "--set", f'mesh.addresses=["coordinator={address}"]')
+        given = ("--set", f'mesh.addresses=["coordinator={address}"]')
+        assert cli("up", "--model", tiny_checkpoint, *given).error["reason"] == "TCP_INSECURE"
+        done = cli("up", "--model", tiny_checkpoint, *given, "--set", "mesh.insecure_tcp=true")
         assert (done.error["reason"], done.status) == ("ADDRESS_IN_USE", 2)
         assert address in done.error["message"]
 

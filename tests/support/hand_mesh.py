@@ -35,7 +35,7 @@ def _module(name: str) -> list[str]:
 class HandMesh:
     """`start`, `kill`, `stop` take a service's name; `close` ends what is left. `sizes`: more of [mesh]."""
 
-    def __init__(self, checkpoint: Path, media_root: Path, *, dtype: str = "float32", sizes: dict[str, int] | None = None,
+    def __init__(self, checkpoint: Path, media_root: Path, *, dtype: str = "float32", sizes: dict[str, Any] | None = None,
                  coordinator: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
         # A Unix socket's path has 107 bytes at most, and pytest's directories are long.
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="rollplex-e2e-"))
@@ -56,7 +56,7 @@ class HandMesh:
 
     @property
     def client(self) -> Client:
-        return Client(f"unix:{self.runtime_dir}/coordinator.sock", wait_for_ready=True)
+        return Client(self.mesh.address("coordinator"), wait_for_ready=True)
 
     def start(self, *names: str) -> None:
         """Starts services and waits until each says SERVING."""
@@ -72,7 +72,7 @@ class HandMesh:
         if name == "keeper":
             return
         deadline = time.monotonic() + START_TIMEOUT_S
-        with sync_channel(f"unix:{self.runtime_dir}/{name}.sock") as channel:
+        with sync_channel(self.mesh.address(name)) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 assert self.processes[name].poll() is None, f"{name} ended:\n{self.log(name)}"

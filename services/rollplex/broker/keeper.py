@@ -7,15 +7,20 @@ import os
 import select
 import socket
 import sys
+import time
 from pathlib import Path
 
 from rollplex.core.config import MeshSection
 from rollplex.core.entry import arguments, load_sections, run_service
 from rollplex.core.errors import BadInput, Forbidden
 from rollplex.rpc.handles import allow_most_fds, check_peer, listen, peer_of, recv_frame, send_frame
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
 
 log = logging.getLogger("keeper")
 SEND_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 0.1
+NAMED = ("put", "drop")
+OPERATIONS = (*NAMED, "take_all", "reset")
 
 
 class Keeper:
@@ -30,7 +35,13 @@ class Keeper:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._listener.fileno():
-                    connection, _ = self._listener.accept()
+                    try:
+                        connection, _ = self._listener.accept()
+                    except OSError as error:
+                        # Out of descriptors, or whoever asked is gone: what is kept stays kept.
+                        log.error("cannot accept a connection: %s", error)
+                        time.sleep(ACCEPT_PAUSE_S)
+                        continue
                     connection.settimeout(SEND_TIMEOUT_S)
                     self._connections[connection.fileno()] = connection
                     self._poll.register(connection, select.POLLIN)
@@ -41,11 +52,15 @@ class Keeper:
         try:
             check_peer(peer_of(connection))
             frame = recv_frame(connection)
-            self._handle(connection, *frame) if frame else self._close(connection)
+            if frame is None:
+                self._close(connection)
+            else:
+                _check(*frame)
+                self._handle(connection, *frame)
         except (ConnectionResetError, BrokenPipeError):
             # The broker died before it read an answer. What it sent before is still to be read.
             return
-        except (BadInput, Forbidden, KeyError, OSError) as error:
+        except (BadInput, Forbidden, OSError) as error:
             log.warning("connection closed: %s: %s", type(error).__name__, error)
             self._close(connection)
 
@@ -56,14 +71,12 @@ class Keeper:
             self._records[message["name"]] = message["metadata"], fd
         elif op == "drop":
             self._drop(message["name"])
-        elif op in ("take_all", "reset"):
+        else:
             self._own(connection)
             for name in list(self._records) if op == "reset" else ():
                 self._drop(name)
             for name, (metadata, kept) in self._records.items() if op == "take_all" else ():
                 send_frame(connection, {"name": name, "metadata": metadata}, kept)
-        else:
-            raise BadInput(f"unknown operation {op!r}", reason="UNKNOWN_OPERATION")
         send_frame(connection, {"ok": True, "records": len(self._records)})
 
     def _own(self, connection: socket.socket) -> None:
@@ -87,12 +100,29 @@ class Keeper:
         connection.close()
 
 
+def _check(message: dict, fd: int | None) -> None:
+    """Raises BadInput for a frame that is none of the keeper's; its descriptor is closed then."""
+    op, wrong = message.get("op"), ""
+    if op not in OPERATIONS:
+        wrong = f"unknown operation {op!r:.80}"
+    elif op in NAMED and not isinstance(message.get("name"), str):
+        wrong = f"{op} without a name"
+    elif op == "put" and not isinstance(message.get("metadata"), dict):
+        wrong = "put without metadata"
+    elif op != "put" and fd is not None:
+        wrong = f"{op} takes no descriptor"
+    if wrong:
+        if fd is not None:
+            os.close(fd)
+        raise BadInput(wrong, reason="FRAME_MALFORMED")
+
+
 def main() -> None:
     parsed = arguments("broker.keeper", "Keeps slabs for the broker's successor.").parse_args()
     mesh = load_sections(parsed.config, parsed.overrides, {"mesh": MeshSection})["mesh"]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper %(levelname)s %(message)s")
     allow_most_fds()
-    mesh.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    prepare_runtime_dir(mesh.runtime_dir)
     Keeper(mesh.keeper_socket).run()
 
 

@@ -16,7 +16,8 @@ from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
 from rollplex.core.host_memory import default_host_limit_bytes
 from rollplex.rpc.handles import allow_most_fds
-from rollplex.rpc.server import prepare_runtime_dir, serve
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
+from rollplex.rpc.server import serve
 from rollplex.v1 import memory_broker_service_pb2, memory_broker_service_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class Session:
     pid: int
     pidfd: int
     """Owned by the session."""
-    secret: str
+    secret: str = field(repr=False)
     """What gRPC calls name the session by."""
     connection: Connection
     left: dict[str, Lease] = field(default_factory=dict)

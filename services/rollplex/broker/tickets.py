@@ -29,7 +29,8 @@ class TicketBook:
     """All open claims; `issue` and `redeem` are the pair."""
 
     lifetime_s: float
-    claims: dict[str, Claim] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict, repr=False)
+    """By ticket, which nothing prints."""
 
     def issue(self, purpose: Purpose, subject: str, session: str, now_s: float) -> str:
         ticket = new_id("ticket")

@@ -15,7 +15,7 @@ async def read_config(config_json: str, recordings: Recordings, topology: Topolo
     """Missing options are the defaults, or the recorded run's in a replay. Raises BadInput, NotFound for no such recording."""
     try:
         given = json.loads(config_json or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"config_json is no JSON: {error}", reason="BAD_CONFIG") from error
     if isinstance(given, dict) and given.get("replay"):
         given = await recordings.config(str(given["replay"]), given)

@@ -22,7 +22,8 @@ from rollplex.core.shapes import read_shapes
 from rollplex.data.decoder import MediaDecoder
 from rollplex.data.processor import PromptProcessor
 from rollplex.memory.client import BrokerSession
-from rollplex.rpc.server import configure_logging, prepare_runtime_dir, run, serve
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
+from rollplex.rpc.server import configure_logging, run, serve
 from rollplex.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 
 BROKER_TIMEOUT_S = 30.0

@@ -55,7 +55,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         return await self._submit(request, validation=True)
 
     async def _submit(self, request: Any, *, validation: bool) -> pb.SubmitIterationResponse:
-        rows = [_row(index, group) for index, group in enumerate(request.groups)]
+        rows = [read_row(index, group) for index, group in enumerate(request.groups)]
         iteration, before = await self._coordinator.submit(request.run, rows, request.request_id, validation=validation)
         return pb.SubmitIterationResponse(iteration=_iteration(iteration), after_sequence=before)
 
@@ -177,12 +177,15 @@ def _event(event: records.Event) -> pb.WatchRunResponse:
     return message
 
 
-def _row(index: int, group: pb.PromptGroup) -> PromptRow:
+def read_row(index: int, group: pb.PromptGroup) -> PromptRow:
     try:
         messages, columns = json.loads(group.messages_json), json.loads(group.columns_json or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"prompt {index}: messages_json or columns_json is no JSON: {error}", reason="BAD_PROMPT",
                        indices=index) from error
+
+    if not isinstance(columns, dict):
+        raise BadInput(f"prompt {index}: columns_json is no JSON object", reason="BAD_PROMPT", indices=index)
 
     def optional(message: Any, name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None

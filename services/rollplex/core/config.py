@@ -234,6 +234,17 @@ class MeshSection:
     """Holds sockets, logs and the journal; created with mode 0700."""
     addresses: tuple[str, ...] = ()
     """`service=address` pairs that replace the default Unix sockets, as in "coordinator=127.0.0.1:7070"."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM) of the services that listen on TCP; it must name the hosts of their addresses. A TCP address needs
+    it, its key, `tls_ca` and `token_file`. This and the next four may be given as ROLLPLEX_TLS_CERT and so on instead."""
+    tls_key: Path | None = None
+    """Its private key, in a file that only its owner may read."""
+    tls_ca: Path | None = None
+    """Certificates (PEM) that callers trust: who signed `tls_cert`, and those of rewards on TCP."""
+    token_file: Path | None = None
+    """Holds the token that every call by TCP carries, 32 characters or more; only its owner may read it."""
+    insecure_tcp: bool = False
+    """Plain TCP without a token on loopback addresses: every user of the machine may call."""
     drain_timeout_s: float = 10.0
     train_tensor_parallel: int = 1
     """Trainer ranks, one process and one device each: services trainer-0, trainer-1, ..."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollplex.core.errors import BadInput, RollplexError
 from rollplex.core.strict import apply_overrides, parse, read_toml
+from rollplex.core.tcp_security import TcpSecurity
 
 SECTIONS = ("mesh", "model", "run", "coordinator", "broker", "rollout", "reference", "trainer", "reward", "data",
             "train")
@@ -31,6 +32,7 @@ def load_sections(path: Path | None, overrides: list[str], wanted: Mapping[str, 
                            nearest=near[0] if near else "")
         if not isinstance(value, dict):
             raise BadInput(f"config key {name!r} must be a section", reason="BAD_CONFIG", key=name)
+    TcpSecurity.use(data.get("mesh", {}))
     return {name: parse(kind, data.get(name, {}), name) for name, kind in wanted.items()}
 
 

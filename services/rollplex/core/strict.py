@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import tomllib
 import types
 import typing
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from rollplex.core.errors import BadInput
 
 T = TypeVar("T")
+
+_FLOAT_END = sys.float_info.max
 
 
 def parse(cls: type[T], data: dict[str, Any], where: str = "") -> T:
@@ -64,7 +67,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, str | Path) or not str(value):
             raise BadInput(f"{path} must be a path, not {value!r}", reason="BAD_CONFIG", key=path)
         return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        # JSON and TOML can both say more than a float holds, and what no comparison of ours would refuse.
+        if not abs(value) <= _FLOAT_END:
+            raise BadInput(f"{path} must be a finite number, not {value!r:.40}", reason="BAD_CONFIG", key=path)
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise BadInput(f"{path} must be of type {hint.__name__}, not {value!r}", reason="BAD_CONFIG", key=path)

@@ -57,7 +57,7 @@ def read_dataset(
     for index, raw in enumerate(_raw_rows(path)):
         count += 1
         try:
-            rows.append(_build(raw, index, format, options))
+            rows.append(build_row(raw, index, format, options))
         except BadInput as error:
             located = _located(error, path, index)
             if refused is None:
@@ -82,7 +82,7 @@ def split_valid(rows: Sequence[PromptRow], check: Callable[[PromptRow], None]) -
     return valid, refused
 
 
-def _build(raw: Any, index: int, format: Format, options: RowOptions) -> PromptRow:
+def build_row(raw: Any, index: int, format: Format, options: RowOptions) -> PromptRow:
     if not isinstance(raw, dict):
         raise BadInput(f"it is a {type(raw).__name__}, not an object with columns", reason="BAD_ROW")
     name = row_formats.detect(raw) if format == "auto" else format
@@ -91,7 +91,10 @@ def _build(raw: Any, index: int, format: Format, options: RowOptions) -> PromptR
         missing = [" or ".join(row_formats.PROMPT_COLUMNS)]
     if missing:
         raise BadInput(f"a {name} row needs the column {', '.join(missing)}; there are {', '.join(raw)}", reason="BAD_ROW")
-    row = _BUILDERS[name](raw, index, options)
+    try:
+        row = _BUILDERS[name](raw, index, options)
+    except RecursionError:
+        raise BadInput("it is nested too deeply", reason="BAD_ROW") from None
     check_row(row)
     return row
 
@@ -144,6 +147,8 @@ def _json_rows(path: Path) -> Iterator[Any]:
             reason="BAD_DATASET",
             path=path,
         ) from error
+    except (ValueError, RecursionError) as error:  # numbers without an end, lists in lists
+        raise BadInput(f"data file {path}: no JSON that can be read: {error}", reason="BAD_DATASET", path=path) from error
 
 
 def _json_line(path: Path, number: int, line: str) -> Any:

@@ -1,7 +1,7 @@
 """The process that reads untrusted media: `python -m rollplex.data.decode_child FD` answers requests on socket FD.
 
 It gets open files and numbers, returns one sealed memfd a request, and ends when the socket does. Memory, CPU time
-and core dumps are limited by the kernel; the network is gone where an unprivileged namespace may be made.
+and core dumps are limited by the kernel, which also refuses it new sockets, files, processes and programs (`confine`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rollplex.data import decode_wire as wire
+from rollplex.data.confine import confine
 from rollplex.data.decode_frames import Clip, MediaFault, decode
 from rollplex.data.media import ALIGN_BYTES, SLAB_SEALS, MediaItem
 
@@ -69,7 +70,7 @@ class Slab:
 
 def serve(sock: socket.socket) -> None:
     """Answer requests until the peer hangs up."""
-    sock.sendall(wire.pack({"ready": True, "network": not _leave_network()}, wire.MAX_REPLY_BYTES))
+    sock.sendall(wire.pack({"ready": True, "empty_network": _leave_network(), "confined": confine()}, wire.MAX_REPLY_BYTES))
     while (request := _receive(sock)) is not None:
         files: list[int] = []
         slab = None

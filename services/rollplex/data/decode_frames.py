@@ -161,6 +161,9 @@ class _Video:
             if isinstance(error, MemoryError):
                 raise
             raise MediaFault("MEDIA_UNREADABLE", f"is no video that can be read: {error.strerror}") from error
+        except (ValueError, ArithmeticError, TypeError, LookupError) as error:
+            # What PyAV and its callers make of time bases of 0, sizes below 0, pixel formats without a name.
+            raise MediaFault("MEDIA_UNREADABLE", f"is no video that can be read: {error}") from error
         times = [self._seconds(index) for index in indices]
         fps = len(indices) / self.total * self.rate
         return Clip([picked[index] for index in indices], fps, times, self.total, self.total / self.rate)
@@ -168,11 +171,12 @@ class _Video:
     def _open(self) -> tuple[Any, VideoStream]:
         os.lseek(self.fd, 0, os.SEEK_SET)
         options = {"fd": str(self.fd), "protocol_whitelist": "fd", "format_whitelist": VIDEO_FORMATS}
-        container = av.open("fd:", options=options)
+        container = av.open("fd:", options=options, metadata_errors="replace")
         stream = container.streams.best("video")
-        if stream is None:
+        # A stream of a codec that nobody knows has no context.
+        if stream is None or stream.codec_context is None:
             container.close()
-            raise MediaFault("MEDIA_NO_FRAMES", "has no video stream")
+            raise MediaFault("MEDIA_NO_FRAMES", "has no video stream that can be decoded")
         stream.codec_context.thread_count = 1
         _check_source_pixels(self.plan, stream.codec_context.height, stream.codec_context.width)
         return container, stream

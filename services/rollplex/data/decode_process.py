@@ -30,8 +30,8 @@ class DecodeProcess:
     def __init__(self, process: Process, sock: socket.socket) -> None:
         self._process, self._sock = process, sock
         self._killed = self._exchanging = False
-        self.network = True
-        """False when the child runs without a network."""
+        self.confined = self.empty_network = False
+        """By a seccomp filter; in a network namespace of its own."""
 
     @classmethod
     async def start(cls) -> DecodeProcess:
@@ -67,7 +67,7 @@ class DecodeProcess:
             child.kill()
             raise
         _close_all(fds)
-        child.network = bool(hello.get("network", True))
+        child.confined, child.empty_network = hello.get("confined") is True, hello.get("empty_network") is True
         return child
 
     @property

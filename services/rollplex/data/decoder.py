@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import signal
 import time
@@ -18,6 +19,8 @@ from rollplex.data.limits import MediaLimits
 from rollplex.data.media import SLAB_SEALS, DecodedMedia, MediaItem
 from rollplex.data.paths import open_media
 from rollplex.data.rows import MediaRef
+
+log = logging.getLogger(__name__)
 
 
 class MediaDecoder:
@@ -47,6 +50,9 @@ class MediaDecoder:
         if failures:
             await self.close()
             raise failures[0]
+        if not all(child.confined for child in self._children):
+            log.warning("this kernel has no seccomp filters: decoding children are limited in memory and time, but could open "
+                        "files and sockets if a media file took one over")
         for child in self._children:
             self._idle.put_nowait(child)
         self._open = True

@@ -92,6 +92,10 @@ def video_r1(raw: dict[str, Any], index: int, options: RowOptions) -> PromptRow:
 def verl(raw: dict[str, Any], index: int, options: RowOptions) -> PromptRow:
     """verl: <image> and <video> inside the content strings, media in `images` and `videos`."""
     extra = raw.get("extra_info") or {}
+    reward_model = raw.get("reward_model") or {}
+    if not isinstance(reward_model, dict):
+        raise BadInput(f"column 'reward_model' is {reward_model!r:.80}, not an object", reason="BAD_COLUMN",
+                       column="reward_model")
     problem_type = raw.get("problem_type") or (extra.get("problem_type") if isinstance(extra, dict) else None)
     _check_problem_type(problem_type, options)
     messages, media = _messages_and_media(raw, "prompt", options, insert=False)
@@ -99,7 +103,7 @@ def verl(raw: dict[str, Any], index: int, options: RowOptions) -> PromptRow:
         index=index,
         messages=messages,
         media=media,
-        ground_truth=_truth(raw.get("reward_model") or {}, ("ground_truth",), options, "reward_model."),
+        ground_truth=_truth(reward_model, ("ground_truth",), options, "reward_model."),
         problem_type=problem_type,
         data_source=_text(raw.get("data_source")),
         columns=_other_columns(raw, ("prompt", *MEDIA_COLUMNS)),
@@ -168,6 +172,9 @@ def _insert(messages: list[dict[str, Any]], queues: dict[str, list[MediaRef]]) -
 
 def _parts(content: Any, column: str, source: MediaSource):
     """(part, the MediaRef written into it or None), in order."""
+    if not isinstance(content, str | list | None):
+        raise BadInput(f"column {column!r} is {content!r:.80}, neither a text nor a list of parts", reason="BAD_PART",
+                       column=column)
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
@@ -195,6 +202,8 @@ def _parts(content: Any, column: str, source: MediaSource):
 
 def _check_problem_type(problem_type: Any, options: RowOptions) -> None:
     known = options.problem_types
+    if problem_type is not None and not isinstance(problem_type, str):
+        raise BadInput(f"column 'problem_type' is {problem_type!r:.80}, not a text", reason="BAD_COLUMN", column="problem_type")
     if problem_type is None or not known or problem_type in known:
         return
     near = difflib.get_close_matches(str(problem_type).lower(), [name.lower() for name in known], n=1, cutoff=0)[0]

@@ -92,15 +92,22 @@ def check_row(row: PromptRow) -> None:
 
 
 def _check_messages(row: PromptRow) -> None:
+    if not isinstance(row.messages, list):
+        raise _refusal(row, "the messages are no list", "BAD_PART")
     if not row.messages:
         raise _refusal(row, "the prompt has no messages", "EMPTY_PROMPT")
     for position, message in enumerate(row.messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            raise _refusal(row, f"message {position} is no object with a list of parts as `content`", "BAD_PART")
         if message.get("role") not in ROLES:
             allowed = ", ".join(ROLES)
-            raise _refusal(row, f"message {position} has role {message.get('role')!r}, not one of {allowed}", "BAD_ROLE")
+            raise _refusal(row, f"message {position} has role {message.get('role')!r:.80}, not one of {allowed}", "BAD_ROLE")
         for part in message["content"]:
-            if part["type"] not in ("text", *MEDIA_KINDS):
-                raise _refusal(row, f"message {position} has a part of type {part['type']!r}", "BAD_PART")
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in ("text", *MEDIA_KINDS):
+                raise _refusal(row, f"message {position} has a part of type {kind!r:.80}", "BAD_PART")
+            if kind == "text" and not isinstance(part.get("text"), str):
+                raise _refusal(row, f"message {position} has a text part without a `text`", "BAD_PART")
     users = [message for message in row.messages if message["role"] == "user"]
     if not users:
         roles = [message["role"] for message in row.messages]

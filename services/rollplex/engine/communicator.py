@@ -6,6 +6,7 @@ process closes its sockets, a failing one leaves the group, and every collective
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rollplex.core.errors import Aborted, DeadlineExceeded, RollplexError, Unavailable, as_domain_error
@@ -107,12 +109,18 @@ class Communicator:
                                 reason="NO_COMMUNICATOR"))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Inside `together`."""
+        """Every rank's value, by rank: what JSON holds, and nothing that could run on the other side. Inside `together`."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device=self._device))
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self._device)
+        padded[:mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [json.loads(part[:count].cpu().numpy().tobytes()) for part, count in zip(parts, counts)]
 
     def close(self) -> None:
         self._announced = CLOSING

@@ -41,7 +41,7 @@ def init_tensor_parallel(
     timeout_s: float = 600.0,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Join the TP group: NCCL when `device` is CUDA, else gloo. `store` is a Store, tcp://host:port or file:///path."""
+    """Join the TP group: NCCL when `device` is CUDA, else gloo. `store` is a Store or file:///path."""
     if not 0 <= rank < size:
         raise BadInput(f"tensor-parallel rank {rank} of {size}")
     timeout = timedelta(seconds=timeout_s)
@@ -50,7 +50,7 @@ def init_tensor_parallel(
     # gloo listens on what the host name resolves to otherwise; a TP group never leaves its node.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not isinstance(store, dist.Store):
-        store = _open_store(store, rank, size, timeout)
+        store = _open_store(store, size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -65,14 +65,13 @@ def tensor_parallel_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _open_store(store: str | None, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def _open_store(store: str | None, size: int) -> dist.Store:
     if store is None:
         if size != 1:
-            raise BadInput(f"a tensor-parallel group of {size} needs a store (tcp://host:port or file:///path)")
+            raise BadInput(f"a tensor-parallel group of {size} needs a store (file:///path)")
         return dist.HashStore()
     address = urlparse(store)
     if address.scheme == "file":
         return dist.FileStore(address.path, size)
-    if address.scheme == "tcp" and address.hostname and address.port:
-        return dist.TCPStore(address.hostname, address.port, size, is_master=rank == 0, timeout=timeout)
-    raise BadInput(f"store {store!r} is neither tcp://host:port nor file:///path")
+    # No TCPStore: it listens for everybody, and asks nobody who they are.
+    raise BadInput(f"store {store!r} is no file:///path")

@@ -6,6 +6,7 @@ import grpc
 from grpc import aio
 
 from rollplex.core.errors import BadInput
+from rollplex.rpc.credentials import client_side
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 256 * 2**10
@@ -23,6 +24,10 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+# TLS over a network takes longer to come up than a Unix socket; this is how long an attempt may last.
+TCP_OPTIONS = (*(option for option in OPTIONS if option[0] != "grpc.min_reconnect_backoff_ms"),
+               ("grpc.min_reconnect_backoff_ms", 5000))
+
 
 def check_address(address: str) -> str:
     """`unix:/path` or `host:port`. Raises BadInput otherwise."""
@@ -38,8 +43,16 @@ def check_address(address: str) -> str:
 
 
 def aio_channel(address: str) -> aio.Channel:
-    return aio.insecure_channel(check_address(address), options=OPTIONS)
+    """Raises BadInput for a TCP address without TLS and token (`core.tcp_security`)."""
+    credentials = client_side(check_address(address))
+    if credentials is None:
+        return aio.insecure_channel(address, options=OPTIONS)
+    return aio.secure_channel(address, credentials, options=TCP_OPTIONS)
 
 
 def sync_channel(address: str) -> grpc.Channel:
-    return grpc.insecure_channel(check_address(address), options=OPTIONS)
+    """As `aio_channel`."""
+    credentials = client_side(check_address(address))
+    if credentials is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    return grpc.secure_channel(address, credentials, options=TCP_OPTIONS)

@@ -9,6 +9,7 @@ import array
 import asyncio
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -61,14 +62,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Raises BadInput for anything that is not one JSON object."""
+    """Raises BadInput for anything that is not one JSON object of finite numbers, which `encode` could not send on."""
     try:
-        message = json.loads(data)
+        message = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise errors.BadInput(f"a frame is no JSON: {error}", reason="FRAME_MALFORMED") from None
     if not isinstance(message, dict):
         raise errors.BadInput("a frame must be a JSON object", reason="FRAME_MALFORMED")
     return message
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.20} is no finite number")
+    return value
 
 
 def send_data(sock: socket.socket, data: bytes, fd: int | None = None) -> None:
@@ -134,13 +141,15 @@ def error_frame(error: errors.RollplexError) -> dict[str, Any]:
 
 def raise_error_frame(message: dict[str, Any]) -> None:
     """Raises the domain error that the frame carries, if it carries one."""
-    detail = message.get("error")
-    if detail is None:
+    if "error" not in message:
         return
+    detail = message["error"] if isinstance(message["error"], dict) else {"message": message["error"]}
     kind = getattr(errors, str(detail.get("kind")), errors.InternalError)
     if not (isinstance(kind, type) and issubclass(kind, errors.RollplexError)):
         kind = errors.InternalError
-    raise kind(str(detail.get("message")), reason=str(detail.get("reason")), **dict(detail.get("metadata") or {}))
+    metadata = detail.get("metadata") if isinstance(detail.get("metadata"), dict) else {}
+    raise kind(str(detail.get("message")), reason=str(detail.get("reason")),
+               **{key: value for key, value in metadata.items() if key not in ("self", "message", "reason")})
 
 
 def listen(path: Path) -> socket.socket:
@@ -163,7 +172,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path, *, timeout_s: float) -> socket.socket:
-    """A connected socket whose operations take at most `timeout_s`. Raises OSError."""
+    """A connected socket whose operations take at most `timeout_s`. Raises OSError, also for another user's listener."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # While the listener's queue is full a non-blocking connect fails at once; a blocking one waits for this long.
     whole_s = int(timeout_s)
@@ -173,6 +182,9 @@ def connect(path: Path, *, timeout_s: float) -> socket.socket:
     except OSError:
         sock.close()
         raise
+    if peer_of(sock).uid != os.getuid():
+        sock.close()
+        raise PermissionError(f"{path} is served by another user")
     sock.settimeout(timeout_s)
     return sock
 

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from rollplex.core.errors import BadInput, InternalError, Unavailable, as_domain_error
+from rollplex.core.errors import BadInput, Forbidden, InternalError, Unavailable, as_domain_error
+from rollplex.rpc.credentials import Token
 from rollplex.rpc.status import DETAILS_KEY, code_of, rich_status
 
 log = logging.getLogger(__name__)
@@ -22,12 +23,17 @@ _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 class Gate(aio.ServerInterceptor):
     """Wraps every handler. `loading` until the service is ready, `draining` once it has begun to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: Token | None = None) -> None:
+        """`token`: what every call must carry, health and reflection included; None on Unix sockets."""
+        self._token = token
         self.loading = True
         self.draining = False
 
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]],
                                 details: grpc.HandlerCallDetails) -> Any:
+        if self._token is not None and not self._token.accepts(details.invocation_metadata):
+            # Before any message is read: a stranger's request is not even parsed.
+            return grpc.stream_stream_rpc_method_handler(_refuse_stranger)
         handler = await continuation(details)
         if handler is None or details.method.startswith(_OPEN_SERVICES):
             return handler
@@ -73,6 +79,11 @@ class Gate(aio.ServerInterceptor):
                 await _abort(context, error, method)
 
         return handle
+
+
+async def _refuse_stranger(request: Any, context: aio.ServicerContext) -> None:
+    await _abort(context, Forbidden("the call carries no token of this mesh (mesh.token_file, ROLLPLEX_TOKEN_FILE)",
+                                    reason="TOKEN_REFUSED"), "a call by TCP")
 
 
 async def _abort(context: aio.ServicerContext, error: Exception, method: str) -> None:

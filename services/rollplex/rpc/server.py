@@ -17,7 +17,9 @@ from grpc_reflection.v1alpha import reflection
 
 from rollplex.core.errors import BadInput, InternalError
 from rollplex.rpc.channel import OPTIONS, check_address
+from rollplex.rpc.credentials import server_side
 from rollplex.rpc.interceptors import Gate
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +50,6 @@ class RunningServer:
             Path(self.address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
-def prepare_runtime_dir(path: Path) -> Path:
-    """Creates the directory with mode 0700. Raises BadInput when it is another user's or open to others."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise BadInput(f"runtime directory {path} has mode {mode:o}; a socket needs a directory of its own "
-                       "that others cannot enter: name one that does not exist yet, or chmod 700 your own",
-                       reason="RUNTIME_DIR_OPEN", path=path)
-    return path
-
-
 def claim_unix_socket(path: Path) -> None:
     """Removes a socket file that nobody listens on. Raises BadInput when somebody does."""
     if not path.exists():
@@ -76,14 +67,14 @@ def claim_unix_socket(path: Path) -> None:
 async def start_server(name: str, address: str, add_servicers: AddServicers) -> RunningServer:
     """Binds and starts a server that answers UNAVAILABLE, and NOT_SERVING to health, until `ready`.
 
-    Raises BadInput for an address in use.
+    Raises BadInput for an address in use, and for TCP without TLS and token.
     """
-    check_address(address)
+    credentials = server_side(check_address(address))
     if address.startswith("unix:"):
         path = Path(address.removeprefix("unix:"))
         prepare_runtime_dir(path.parent)
         claim_unix_socket(path)
-    gate = Gate()
+    gate = Gate(None if credentials is None else credentials[1])
     server = aio.server(interceptors=[gate], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
     names = add_servicers(server)
     health_servicer = health.aio.HealthServicer()
@@ -92,7 +83,7 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
     for service in ["", *names]:
         await health_servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials[0])
     except RuntimeError as error:
         raise BadInput(f"{name} cannot listen on {address}: {error}", reason="ADDRESS_IN_USE",
                        address=address) from error
@@ -101,6 +92,8 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
     if not address.startswith("unix:") and address.endswith(":0"):
         address = f"{address.rpartition(':')[0]}:{port}"
     await server.start()
+    if address.startswith("unix:"):
+        path.chmod(0o600)
     return RunningServer(server, gate, health_servicer, names, address)
 
 

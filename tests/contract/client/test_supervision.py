@@ -150,7 +150,7 @@ def test_a_port_in_use_is_named_before_anything_starts(settings):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        busy = merged(settings, {"mesh": {"addresses": [f"trainer-0={address}"]}})
+        busy = merged(settings, {"mesh": {"addresses": [f"trainer-0={address}"], "insecure_tcp": True}})
         with pytest.raises(BadInput, match=f"trainer-0 cannot listen on {address}") as refused:
             bring_up(busy, timeout_s=1)
         assert refused.value.reason == "ADDRESS_IN_USE"

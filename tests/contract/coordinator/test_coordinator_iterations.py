@@ -266,7 +266,7 @@ async def test_a_reward_that_is_not_finite_is_unscored(mesh, bad):
 
 
 async def test_a_reward_that_is_down_costs_its_samples_not_the_iteration(mesh):
-    await mesh.coordinator.rewards.register(RewardRegistration("down", "127.0.0.1:1", 1.0, 0.2, 1))
+    await mesh.coordinator.rewards.register(RewardRegistration("down", "unix:/nowhere/r.sock", 1.0, 0.2, 1))
     await open_run(mesh)
     done = await iterate(mesh)
     assert done.state is IterationState.DONE
@@ -404,7 +404,7 @@ async def test_a_run_that_cannot_open_leaves_the_open_one(mesh):
     await open_run(mesh, "one")
     await mesh.coordinator.mesh.reference.close()
     mesh.coordinator.mesh.reference = type(mesh.coordinator.mesh.trainer)(
-        "reference", {"reference-0": "127.0.0.1:1"}, lambda channel: None)
+        "reference", {"reference-0": "unix:/nowhere/r.sock"}, lambda channel: None)
     with pytest.raises(Unavailable):
         await open_run(mesh, "two", loss={"kl_coef": 0.1})
     assert mesh.coordinator.run("one").state is RunState.ACTIVE

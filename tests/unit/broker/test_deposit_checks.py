@@ -91,7 +91,8 @@ def test_frames_carry_one_descriptor_and_survive_nothing_else():
         return sum(link.readlink() in pipes for link in links)
 
     before = held()
-    for data in (b"{", b"[]", b"null", b"\xff", b"[" * 60000, b"{}" + b" " * handles.MAX_FRAME_BYTES):
+    bad = (b"{", b"[]", b"null", b"\xff", b"[" * 60000, b'{"x":NaN}', b'{"x":1e999}', b"{}" + b" " * handles.MAX_FRAME_BYTES)
+    for data in bad:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         handles.send_data(one, data, write)
         with pytest.raises(BadInput):

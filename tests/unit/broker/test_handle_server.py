@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 
+import another_user
 import pytest
 
 from rollplex.broker import handle_server
 from rollplex.broker.engine import Custody
 from rollplex.broker.handle_server import HandleServer
 from rollplex.broker.records import NoVault
-from rollplex.rpc.handles import Peer, connect, recv_frame_async, send_frame
+from rollplex.rpc.handles import Peer, connect, listen, recv_frame_async, send_frame
 
 
 @pytest.fixture
@@ -40,6 +42,36 @@ async def test_another_users_process_is_refused(served, monkeypatch):
     assert await recv_frame_async(sock, 2) is None
     assert custody.sessions.by_secret == {}
     sock.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_another_user_is_refused_by_directory_by_mode_and_by_credentials(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o700)
+    path, custody = tmp_path / "run" / "h.sock", Custody(NoVault(), host_limit_bytes=0)
+    server = HandleServer(path, custody)
+    server.start()
+    another_user.let_through(tmp_path)
+
+    async def outcome():
+        return await asyncio.to_thread(another_user.connect, path, socket.SOCK_SEQPACKET)
+
+    assert await outcome() == b"refused", "the directory"
+    (tmp_path / "run").chmod(0o777)
+    assert await outcome() == b"refused", "the socket's mode"
+    path.chmod(0o666)
+    assert b'"reason":"PEER_UID"' in await outcome(), "the kernel's credentials"
+    assert custody.sessions.by_secret == {}
+    await server.close()
+    custody.close()
+
+
+def test_another_users_listener_is_not_talked_to(tmp_path, monkeypatch):
+    listener = listen(tmp_path / "h.sock")
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="another user"):
+        connect(tmp_path / "h.sock", timeout_s=2)
+    listener.close()
 
 
 async def test_a_silent_connection_is_closed(served, monkeypatch):

@@ -31,7 +31,7 @@ def test_unknown_key_names_the_nearest():
     ({"optimizer": {"beta1": 1.0}}, "beta1 is 1.0"),
     ({"loss": {"importance_cap": -1.0}}, "importance_cap is -1.0"),
     ({"optimizer": {"vision_learning_rate": -1.0}}, "vision_learning_rate is -1.0"),
-    ({"optimizer": {"learning_rate": float("inf")}}, "learning_rate is inf"),
+    ({"optimizer": {"learning_rate": float("inf")}}, "learning_rate must be a finite number"),
     ({"optimizer": {"epsilon": 0.0}}, "epsilon is 0.0"),
     ({"schedule": "parallel"}, "schedule is 'parallel'"),
 ])

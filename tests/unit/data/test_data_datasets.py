@@ -297,3 +297,15 @@ def test_check_row_wants_paths_and_order():
         check_row(PromptRow(0, [{"role": "user", "content": content}], media))
     with pytest.raises(BadInput, match=r"media 0 \(video\) has an empty path"):
         check_row(PromptRow(0, [{"role": "user", "content": content[1:]}], (MediaRef("video"),)))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("[" * 100_000, "no JSON that can be read"), ('{"prompt": ' + "9" * 5000 + "}", "no JSON that can be read"),
+    ('{"prompt": "q", "answer": ' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
+    ('{"messages": [{"role": "user", "content": 1000}]}', "content"),
+    ('{"prompt": "q", "problem_type": ["OCR"], "answer": "x"}', "not a text")])
+def test_json_that_only_an_enemy_writes(tmp_path, text, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        read_dataset(path)

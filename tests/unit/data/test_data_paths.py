@@ -47,6 +47,32 @@ def test_escapes_are_forbidden(root, tmp_path, check):
         check(tmp_path / "rooted" / "file", [root])
 
 
+@pytest.mark.parametrize(("swap", "error"), [("folder", Forbidden), ("file", BadInput)])
+def test_a_link_put_there_between_check_and_open(root, tmp_path, monkeypatch, swap, error):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "clip").write_text("secret")
+    (root / "folder").mkdir()
+    (root / "folder" / "clip").write_text("fine")
+    really_open, opened = os.open, []
+
+    def open_after_the_swap(path, *arguments):
+        if swap == "folder":
+            (root / "folder").rename(root / "was")
+            (root / "folder").symlink_to(tmp_path / "outside")
+        else:
+            (root / "folder" / "clip").unlink()
+            (root / "folder" / "clip").symlink_to(tmp_path / "outside" / "clip")
+        opened.append(really_open(path, *arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", open_after_the_swap)
+    with pytest.raises(error):
+        open_media(root / "folder" / "clip", [root])
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
 @pytest.mark.parametrize("check", [resolve_media, open_media])
 def test_what_is_no_usable_file(root, check):
     (root / "empty").touch()

@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollplex.core import errors
 from rollplex.rpc.channel import aio_channel, check_address
-from rollplex.rpc.server import prepare_runtime_dir, start_server
+from rollplex.rpc.runtime_dir import prepare_runtime_dir
+from rollplex.rpc.server import start_server
 from rollplex.rpc.status import CODES, error_from_rpc, from_detail, to_detail
 from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
 
@@ -106,7 +107,8 @@ async def test_an_address_in_use_is_a_clear_error(server):
         await start_server("reward", server.address, lambda _: [])
 
 
-async def test_tcp_works_too():
+async def test_tcp_works_too(monkeypatch):
+    monkeypatch.setenv("ROLLPLEX_INSECURE_TCP", "1")
     running = await start_server("reward", "127.0.0.1:0", lambda _: [])
     await running.ready()
     health = health_pb2_grpc.HealthStub(aio_channel(running.address))
