@@ -349,6 +349,11 @@ class MeshSection:
         return self.rendezvous or self.runtime_dir / "rendezvous"
 
     @property
+    def checkpoints_dir(self) -> Path:
+        """Where durable checkpoints are unless coordinator.checkpoints says otherwise."""
+        return self.runtime_dir / "checkpoints"
+
+    @property
     def handle_socket(self) -> Path:
         """Where the broker passes file descriptors."""
         return self.runtime_dir / "handles.sock"
