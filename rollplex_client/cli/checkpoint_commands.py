@@ -27,14 +27,16 @@ def list_all(arguments: argparse.Namespace, output: Output) -> None:
     else:
         folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     found = [_described(path) for folder in folders for path in checkpoints.list_checkpoints(folder)]
-    table = Table("run", "checkpoint", "iterations", "snapshot", "size", "written", box=None, pad_edge=False)
+    table = Table("run", "checkpoint", "iterations", "snapshot", "size", "written (UTC)", box=None, pad_edge=False)
     for item in found:
+        name = Path(item["path"]).name
         if item["error"]:
-            table.add_row(item["run"], item["path"], item["error"])
-        else:
-            table.add_row(item["run"], item["path"], str(item["next_iteration"]), str(item["snapshot"]),
-                          size_text(item["size_bytes"]), f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(item['create_time_s']))}")
-    output.result({"checkpoints": found}, table if found else f"no checkpoints in {root}")
+            table.add_row(item["run"], name, item["error"])
+            continue
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(item["create_time_s"]))
+        table.add_row(item["run"], name, str(item["next_iteration"]), str(item["snapshot"]), size_text(item["size_bytes"]),
+                      written)
+    output.result({"checkpoints": found}, *([f"in {root}:", table] if found else [f"no checkpoints in {root}"]))
 
 
 def verify(arguments: argparse.Namespace, output: Output) -> None:

@@ -10,10 +10,10 @@ import threading
 import pytest
 from stub_mesh import stub_mesh, text_rows
 
+from rollplex.coordinator.records import IterationState, Note, RunState
 from rollplex.core import checkpoints
 from rollplex.core.checkpoints import MANIFEST
 from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound, WrongState
-from rollplex.coordinator.records import IterationState, Note, RunState
 
 
 @pytest.fixture
@@ -34,12 +34,6 @@ async def iterate(mesh, count=1, name="run"):
         iteration, before = await mesh.coordinator.submit(name, text_rows(3), "", validation=False)
         done = await mesh.finished(iteration.key, after=before)
     return done
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def notes(mesh, name="run"):
@@ -91,8 +85,10 @@ async def test_it_is_written_beside_the_next_iteration_and_the_next_one_waits(me
     mesh.trainer.hooks["write_part"] = lambda path: gate.wait(20)
     await open_run(mesh, checkpoint_every=1)
     await iterate(mesh)
+    published = threading.Event()
+    mesh.trainer.hooks["apply_update"] = lambda context: published.set()
     second, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
-    await until(lambda: mesh.coordinator.run("run").snapshot == 2)
+    assert await asyncio.to_thread(published.wait, 20)
     assert checkpoints.list_checkpoints(folder(mesh)) == []
     assert not (await mesh.coordinator.iteration(second.key)).state.ended  # its own checkpoint waits for the first
     gate.set()
@@ -171,14 +167,15 @@ async def test_a_restarted_coordinator_resumes_what_was_interrupted(mesh):
     await iterate(mesh)
     await mesh.coordinator.checkpoints.settled()
 
+    begun = threading.Event()
+
     def dies(context):
+        begun.set()
         raise RuntimeError("gone")
 
     mesh.trainer.hooks["apply_update"] = dies
     stuck, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
-    async with asyncio.timeout(10):
-        while await mesh.coordinator.journal.open_update("run") is None:
-            await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(begun.wait, 20)
     await mesh.restart()
     await lose_slabs(mesh)
     assert mesh.coordinator.run("run").state is RunState.RECOVERING
