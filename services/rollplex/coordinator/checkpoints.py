@@ -35,6 +35,7 @@ class RunCheckpoints:
     def __init__(self, mesh: Mesh, root: Path) -> None:
         self._mesh, self._root = mesh, root
         self._under_way: asyncio.Task[None] | None = None
+        self._closed = False
 
     @staticmethod
     def due(key: IterationKey, config: RunConfig) -> bool:
@@ -47,6 +48,8 @@ class RunCheckpoints:
         `next_ordinal`: of the prompt after the iteration's last.
         """
         await self.settled()
+        if self._closed:
+            return
         path = self._folder(run.name) / checkpoints.folder_name(key.iteration + 1)
         partial = checkpoints.partial_of(path)
         try:
@@ -55,6 +58,8 @@ class RunCheckpoints:
             await self._mesh.trainer.command(orders.write_checkpoint(str(partial)), place)
         except FAILURES as error:
             await _give_up(partial, error, emit)
+            return
+        if self._closed:
             return
         manifest = Manifest(
             run=run.name, next_iteration=key.iteration + 1, next_validation=run.next_validation, snapshot=run.snapshot,
@@ -95,7 +100,9 @@ class RunCheckpoints:
             await asyncio.wait([self._under_way])
 
     async def close(self) -> None:
-        """One that is under way is given up; what there is of it is not seen, and deleted by the next."""
+        """One that is under way is given up, and none is begun any more; what there is of it is not seen, and deleted by the
+        next."""
+        self._closed = True
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.wait([self._under_way])

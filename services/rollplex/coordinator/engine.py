@@ -161,8 +161,9 @@ class Coordinator:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        await asyncio.gather(*self._changes, return_exceptions=True)
+        # An iteration that has just ended may wait for one.
         await self.checkpoints.close()
+        await asyncio.gather(*self._changes, return_exceptions=True)
         for event_log in self._logs.values():
             await event_log.close()
         await self.mesh.close()

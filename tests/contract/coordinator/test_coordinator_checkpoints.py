@@ -142,6 +142,29 @@ async def test_a_trainer_that_dies_while_it_writes_costs_the_checkpoint_alone(me
     assert (await mesh.coordinator.checkpoints.newest("run")).manifest.next_iteration == 2
 
 
+async def test_a_coordinator_that_stops_waits_for_none(mesh):
+    """One under way, and an iteration at its end that waits for it."""
+    gate, published = threading.Event(), threading.Event()
+    mesh.trainer.hooks["write_part"] = lambda path: gate.wait(30)
+    await open_run(mesh)
+    await iterate(mesh)
+
+    def bound(context):
+        if mesh.trainer.calls.count("apply_update") == 2:
+            published.set()
+
+    mesh.trainer.hooks["bind_snapshot"] = bound
+    second, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
+    assert await asyncio.to_thread(published.wait, 20)
+    async with asyncio.timeout(15):
+        await mesh.restart()
+    gate.set()
+    assert checkpoints.list_checkpoints(folder(mesh)) == []
+    del mesh.trainer.hooks["write_part"]
+    await iterate(mesh)
+    assert (await mesh.coordinator.checkpoints.newest("run")).manifest.next_iteration == second.key.iteration + 2
+
+
 async def test_auto_goes_on_where_slabs_are_and_else_from_the_newest_intact_one(mesh):
     await open_run(mesh)
     await iterate(mesh, 3)
