@@ -34,10 +34,13 @@ class Call(Generic[R]):
     timeout_s: float = QUICK_S
 
 
-def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *,
+def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *, resume: str | Path = "never",
                timeout_s: float = SLOW_S) -> Call[results.Run]:
     """Opens a run; returns when the engines have loaded the actor. Idempotent by name and config.
 
+    `resume`: "auto" goes on with a run that is there, else from its newest intact durable checkpoint, if it has one; a path is
+    that of a durable checkpoint, to which a run that is there is taken back. Raises DataLoss for a damaged one, WrongState
+    (RUN_LOST) when nothing is left of a run that has begun.
     What a mapping leaves out takes its default, or with `replay` the recorded run's value. Raises BadInput for a bad name or
     config, AlreadyExists for the name with another config, WrongState while another run is busy.
     """
@@ -46,7 +49,8 @@ def create_run(name: str, config: RunConfig | Mapping[str, Any] | None = None, *
     else:
         given = dict(config or {})
         parse(RunConfig, given, "run")
-    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(given))
+    request = pb.CreateRunRequest(name=check_run_name(name), config_json=json.dumps(given),
+                                  resume=resume if resume in ("auto", "never") else str(Path(resume).absolute()))
     return Call("CreateRun", request, lambda answer: parsing.run(answer.run), timeout_s)
 
 
@@ -134,6 +138,12 @@ def export_checkpoint(run: str, path: str | Path, *, timeout_s: float = SLOW_S) 
     directory = str(Path(path).absolute())
     return Call("ExportCheckpoint", pb.ExportCheckpointRequest(run=run, path=directory),
                 lambda answer: results.Export(directory, answer.size_bytes), timeout_s)
+
+
+def durable_checkpoint(run: str, *, timeout_s: float = SLOW_S) -> Call[results.DurableCheckpoint]:
+    """The newest durable checkpoint, after the one that is being written, if any. Raises NotFound when there is none."""
+    return Call("GetDurableCheckpoint", pb.GetDurableCheckpointRequest(run=run),
+                lambda answer: results.DurableCheckpoint(answer.path, answer.next_iteration, answer.snapshot), timeout_s)
 
 
 def mesh(*, timeout_s: float = QUICK_S) -> Call[results.Mesh]:

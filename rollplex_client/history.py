@@ -67,7 +67,11 @@ def collect(run: Run, events: Iterable[Event], peaks: Sequence[LedgerEntry] = ()
             if event.body.ended:
                 spans.setdefault(key, []).append(event.body)
         elif isinstance(event.body, Iteration):
-            if event.body.state == "done":
+            if event.body.state == "queued":
+                # Of a run that was taken back to a checkpoint, the number is used again.
+                spans.pop(key, None)
+                done.pop(key, None)
+            elif event.body.state == "done":
                 done[key] = event.body
         elif isinstance(event.body, Note):
             notes.append(event.body)

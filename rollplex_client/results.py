@@ -170,3 +170,12 @@ class Mesh:
 class Export:
     path: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DurableCheckpoint:
+    path: str
+    """On the coordinator's node."""
+    next_iteration: int
+    """Iterations that were done."""
+    snapshot: int

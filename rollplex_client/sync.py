@@ -53,6 +53,7 @@ class Client:
     unregister_reward = _method(calls.unregister_reward)
     list_rewards = _method(calls.list_rewards)
     export_checkpoint = _method(calls.export_checkpoint)
+    durable_checkpoint = _method(calls.durable_checkpoint)
     mesh = _method(calls.mesh)
 
     def watch(self, run: str, after_sequence: int = 0, *, stream_s: float = STREAM_S,

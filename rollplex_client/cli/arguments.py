@@ -38,6 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--check", action="store_true", help="only check it")
     what.add_argument("--defaults", action="store_true", help="print every section with its defaults")
     what.add_argument("--reference", action="store_true", help="print docs/config.md: every section and key")
+    checkpoint = commands.add_parser("checkpoint", help="List durable checkpoints, or check one.",
+                                     parents=[_shared("middle_overrides", argparse.SUPPRESS)])
+    actions = checkpoint.add_subparsers(metavar="ACTION", required=True)
+    listed = add("list", "checkpoint_commands:list_all", "List durable checkpoints; no mesh is needed.", into=actions)
+    listed.add_argument("run", nargs="?", metavar="RUN", help="default: all runs")
+    verify = add("verify", "checkpoint_commands:verify", "Read every byte of a durable checkpoint.", into=actions)
+    verify.add_argument("path", type=Path, metavar="PATH", help="its folder")
     reward = commands.add_parser("reward", help="Add, remove or list rewards, also while a run goes on.",
                                  parents=[_shared("middle_overrides", argparse.SUPPRESS)])
     _add_reward_commands(reward.add_subparsers(metavar="ACTION", required=True), add)
@@ -105,6 +112,9 @@ def _add_training_commands(add) -> None:
                        "options that are not given are its own")
     train.add_argument("--replay-journal", type=Path, metavar="FILE", help="journal of another mesh that recorded it")
     train.add_argument("--export", type=Path, metavar="DIR", help="write the trained checkpoint there")
+    train.add_argument("--checkpoint-every", type=int, metavar="N", help="iterations between durable checkpoints; 0: none")
+    train.add_argument("--resume", metavar="auto|never|PATH", help="auto (default): go on with the run of that name, else from "
+                       "its newest intact checkpoint; never: no checkpoint; the folder of a checkpoint: from that one")
     train.add_argument("--filter-bad-rows", action="store_true", default=None,
                        help="leave out rows that cannot be used, counted and listed")
     train.add_argument("--keep-up", action="store_true", help="leave the mesh up that this command started")

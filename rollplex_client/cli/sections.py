@@ -64,6 +64,9 @@ class TrainSection:
     """A new order of the rows in every epoch, from run.seed."""
     out: Path | None = None
     """Folder of summary.json, metrics.jsonl and report.html; absent: runs/NAME."""
+    resume: str = "auto"
+    """Where a run begins: `auto`, with the run of that name if it is there, else from its newest intact durable checkpoint, else
+    from the model's; `never`: from no durable checkpoint; the folder of a durable checkpoint: from that one."""
     export: Path | None = None
     """Folder for the trained checkpoint; absent: none is written."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollplex.core.errors import BadInput, RollplexError
+from rollplex.core.errors import BadInput, NotFound, RollplexError
 from rollplex_client.cli.artifacts import MetricsFile, write_summary
 from rollplex_client.cli.loop import Plan, Refusal, ReplayLoop, TrainingLoop
 from rollplex_client.cli.mesh import mesh_for, prepare_runtime_dir
@@ -86,15 +86,24 @@ def train(arguments: argparse.Namespace, output: Output) -> None:
             stack.enter_context(mesh_for(settings, timeout_s=arguments.timeout, keep_up=arguments.keep_up,
                                          on_health=on_health))
         client = stack.enter_context(Client(settings.coordinator_address))
-        recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows)
+        recorder = run_plan(client, settings, plan, folder, output, filter_bad=data.filter_bad_rows, resume=section.resume)
+        kept = _newest_checkpoint(client, name) if client.get_run(name).config.get("checkpoint_every") else None
         exported = client.export_checkpoint(name, section.export) if section.export else None
         history = read_history(client, name)
     result = {**summary(history, time.monotonic() - began), "rows": len(rows.prompts), "rows_refused": rows.refused,
               "heldout_rows_refused": heldout.refused,
               "prompts_refused": [[item.row, item.reason] for item in recorder.refused],
               "iterations_retried": recorder.retries,
-              "export": exported.path if exported else None}
+              "export": exported.path if exported else None, "checkpoint": kept}
     finish(output, folder, history, result)
+
+
+def _newest_checkpoint(client: Client, name: str) -> str | None:
+    """Its path, once it is written: a mesh that is stopped meanwhile would give it up."""
+    try:
+        return client.durable_checkpoint(name).path
+    except NotFound:
+        return None
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -103,9 +112,10 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
             "filter_bad_rows": arguments.filter_bad_rows}
     section = {"run": arguments.run, "iterations": arguments.iterations, "out": arguments.out,
                "groups_per_iteration": arguments.groups_per_iteration, "validate_every": arguments.validate_every,
-               "export": arguments.export}
+               "export": arguments.export, "resume": arguments.resume}
     journal = arguments.replay_journal.absolute() if arguments.replay_journal else None
-    given = {"data": data, "train": section, "run": {"schedule": arguments.schedule, "replay": arguments.replay},
+    given = {"data": data, "train": section, "run": {"schedule": arguments.schedule, "replay": arguments.replay,
+                                                                "checkpoint_every": arguments.checkpoint_every},
              "coordinator": {"replay_journal": journal}}
     return {**model_option(arguments),
             **{name: {key: value for key, value in values.items() if value is not None}
@@ -154,12 +164,14 @@ def _note_refused(output: Output, rows: Rows, path: Path | None) -> None:
 
 
 def run_plan(client: Client, settings: Settings, plan: Plan, folder: Path, output: Output, *,
-             filter_bad: bool = False, metrics_name: str = "metrics.jsonl") -> Recorder:
-    """Creates (or continues) the run and carries out the plan. What is done when it is interrupted stays on record."""
+             filter_bad: bool = False, metrics_name: str = "metrics.jsonl", resume: str = "never") -> Recorder:
+    """Creates (or continues) the run and carries out the plan. What is done when it is interrupted stays on record.
+
+    `resume`: TrainSection.resume."""
     metrics = MetricsFile(folder / metrics_name)
     # What a replay is not told to do otherwise, it does as the recorded run.
     config = settings.given["run"] if settings.run.replay else settings.run
-    run = client.create_run(plan.run, config)
+    run = client.create_run(plan.run, config, resume=resume)
     loop, iterations = TrainingLoop, plan.iterations
     if settings.run.replay:
         loop, iterations = ReplayLoop, min(iterations, run.replay_iterations)

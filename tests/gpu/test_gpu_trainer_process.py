@@ -112,3 +112,30 @@ def test_killed_before_the_update_and_finished_by_the_successor(mesh, devices, s
         print(f"two updates on {devices} against the CPU's, {saved}: {moved:.1e} of their norm")
         assert moved < 1e-3
         assert client.iterate(mesh.groups, 2).gradient.finite
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("devices", ["host", GPU])
+def test_a_durable_checkpoint_is_restored_bit_for_bit_on_either_device(mesh, devices, tmp_path):
+    """Written beside the next iteration; the one that resumes on the same device equals the one that went on."""
+    path = tmp_path / "checkpoint"
+    with trainer(mesh, f"kept-{devices}", devices, tmp_path) as (client, _):
+        client.open(config())
+        client.bind(0)
+        client.iterate(mesh.groups, 0)
+        saved = parameters(mesh, client, 1)
+        client.start_checkpoint(path, 1)
+        client.iterate(mesh.groups, 1)
+        digest = client.wait_checkpoint(path).layout_digest
+        unbroken = parameters(mesh, client, 2)
+    for other in dict.fromkeys(("host", devices)):
+        with trainer(mesh, f"back-{devices}-{other}", other, tmp_path) as (client, _):
+            client.open(config(), register=False)
+            client.restore(path, 1, digest)
+            mesh.session.register_snapshot(client.run, [client.slab], 1)
+            client.bind(1)
+            restored = parameters(mesh, client, 1)
+            client.iterate(mesh.groups, 1)
+            found = parameters(mesh, client, 2)
+        assert all(torch.equal(restored[name], saved[name]) for name in saved), other
+        assert distance(found, unbroken, saved) <= (1e-3 if other != devices or devices == "cuda" else 0), other

@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.server import build
 from rollplex.core import work
 from rollplex.core.config import MeshSection, ModelSection, RunConfig
-from rollplex.core.ids import actor_slab
+from rollplex.core.errors import NotFound, as_domain_error
+from rollplex.core.ids import actor_slab, state_slab
 from rollplex.data.rows import PromptRow
 from rollplex.memory.client import BrokerSession
 from rollplex.reference.servicer import add_reference
@@ -85,7 +87,14 @@ class Stub:
                 self.mesh.address("broker"), self.mesh.handle_socket, process=f"trainer-{self.rank}", role="trainer")
             device = f"host:{self.rank}"
             slab = actor_slab(run, device)
+            for old in self.session.list_slabs("runs/"):
+                if old.role == "trainer" and old.name.split("/")[2:] in (["actor", device], [f"trainer-{self.rank}", "optimizer"],
+                                                                         [f"trainer-{self.rank}", "flips"]):
+                    self.session.delete(old.name)
             self.session.create(slab, object_class="actor_snapshot", device=device, size_bytes=ACTOR_BYTES, run=run)
+            for what in ("optimizer", "flips"):
+                self.session.create(state_slab(run, self.rank, what), object_class="optimizer_state", size_bytes=64, run=run,
+                                    device="host")
         return work.OpenRunResult(slab, ACTOR_BYTES, max(snapshot, 0), 1)
 
     def bind_snapshot(self, context, snapshot) -> work.BindResult:
@@ -151,6 +160,8 @@ class StubTrainer(StubScorer):
         self.trained: list[tuple[Sequence[work.ResponseGroup], work.LossScale]] = []
         self.orders: list[work.UpdateOrder] = []
         self.grad_norms: list[float] = []
+        self.writing: tuple[str, Future] | None = None
+        self.restored: list[tuple[Path, int, str]] = []
 
     def require(self, run, snapshot) -> None:
         """The stub serves whatever it is asked."""
@@ -172,6 +183,37 @@ class StubTrainer(StubScorer):
 
     def export_checkpoint(self, context, path) -> work.CheckpointResult:
         self._enter("export_checkpoint", context)
+        return work.CheckpointResult(str(path), 1)
+
+    @property
+    def durable(self) -> StubTrainer:
+        return self
+
+    def write_checkpoint(self, context, path) -> work.CheckpointResult:
+        """Hook `write_part` runs on a thread of its own, as the writer would, with the path as its context."""
+        self._enter("write_checkpoint", context)
+        self.writing = str(path), Future()
+        threading.Thread(target=self._write_part, args=(path, self.writing[1]), daemon=True).start()
+        return work.CheckpointResult(str(path), 1)
+
+    def _write_part(self, path, future) -> None:
+        try:
+            if "write_part" in self.hooks:
+                self.hooks["write_part"](path)
+            (path / f"part-{self.rank}").write_bytes(b"state")
+        except Exception as error:  # noqa: BLE001 - raised again at whoever waits
+            future.set_exception(as_domain_error(error))
+        else:
+            future.set_result(work.WrittenPart(5, "digest", "float32", "float32"))
+
+    def outcome(self, path) -> Future:
+        if self.writing is None or self.writing[0] != path:
+            raise NotFound("not here", reason="CHECKPOINT_NOT_FOUND")
+        return self.writing[1]
+
+    def restore_checkpoint(self, context, path, optimizer_step, layout_digest) -> work.CheckpointResult:
+        self._enter("restore_checkpoint", context)
+        self.restored.append((path, optimizer_step, layout_digest))
         return work.CheckpointResult(str(path), 1)
 
 
@@ -224,10 +266,10 @@ class StubMesh:
     def trainer(self) -> StubTrainer:
         return self.trainers[0]
 
-    async def finished(self, key, timeout_s: float = 20.0):
-        """The iteration once it has ended."""
+    async def finished(self, key, timeout_s: float = 20.0, after: int = 0):
+        """The iteration once it has ended; `after`: the event before it was submitted, for one that was there already."""
         deadline = time.monotonic() + timeout_s
-        async for event in self.coordinator.watch(key.run, 0):
+        async for event in self.coordinator.watch(key.run, after):
             assert time.monotonic() < deadline, "the iteration did not end"
             body = event.body
             if getattr(body, "iteration", None) and body.iteration["key"] == {

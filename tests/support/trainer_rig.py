@@ -20,7 +20,7 @@ from rollplex.core.topology import is_host
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
-from rollplex.rpc.convert import to_proto
+from rollplex.rpc.convert import from_proto, to_proto
 from rollplex.rpc.status import error_from_rpc
 from rollplex.v1 import phase_service_pb2, reference_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc, types_pb2
 
@@ -129,6 +129,23 @@ class TrainerClient(EngineClient):
     def export(self, path: Path, snapshot: int) -> work.CheckpointResult:
         command = self.start(self.trainer.StartExportCheckpoint, trainer_service_pb2.StartExportCheckpointRequest,
                              snapshot=snapshot, path=str(path))
+        return self.watch(command).value("checkpoint", work.CheckpointResult)
+
+    def start_checkpoint(self, path: Path, snapshot: int) -> work.CheckpointResult:
+        command = self.start(self.trainer.StartWriteCheckpoint, trainer_service_pb2.StartWriteCheckpointRequest,
+                             snapshot=snapshot, path=str(path))
+        return self.watch(command).value("checkpoint", work.CheckpointResult)
+
+    def wait_checkpoint(self, path: Path) -> work.WrittenPart:
+        try:
+            answer = self.trainer.WaitCheckpoint(trainer_service_pb2.WaitCheckpointRequest(path=str(path)), timeout=30)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        return from_proto(work.WrittenPart, answer)
+
+    def restore(self, path: Path, optimizer_step: int, digest: str) -> work.CheckpointResult:
+        command = self.start(self.trainer.StartRestoreCheckpoint, trainer_service_pb2.StartRestoreCheckpointRequest,
+                             path=str(path), optimizer_step=optimizer_step, layout_digest=digest)
         return self.watch(command).value("checkpoint", work.CheckpointResult)
 
     def begin(self, snapshot: int) -> int:

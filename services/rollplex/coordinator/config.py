@@ -16,6 +16,8 @@ class CoordinatorConfig:
     """SQLite file; absent: `journal.sqlite` in the runtime directory."""
     replay_journal: Path | None = None
     """Another mesh's journal, in which runs to be replayed are looked up after this mesh's own."""
+    checkpoints: Path | None = None
+    """Folder of durable checkpoints, a subfolder a run; absent: `checkpoints` in the runtime directory."""
     media_roots: tuple[Path, ...] = ()
     """Media paths of prompts must lie inside one of these, symlinks resolved; empty: no media is read."""
     decode_workers: int = 1

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, TypeVar
 
 from rollplex.coordinator import orders
+from rollplex.coordinator.checkpoints import AUTO, FRESH, RunCheckpoints, restored_run
 from rollplex.coordinator.events import EventLog
 from rollplex.coordinator.intake import Intake, Prompt
 from rollplex.coordinator.iteration import IterationWork, run_iteration, run_validation
@@ -36,6 +37,7 @@ from rollplex.coordinator.records import (
 from rollplex.coordinator.rewards import RewardBook, RewardDesk
 from rollplex.coordinator.run_config import read_config
 from rollplex.coordinator.update import roll_forward
+from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import (
     Aborted,
@@ -73,9 +75,10 @@ class Coordinator:
     half done.
     """
 
-    def __init__(self, mesh: Mesh, journal: Journal, intake: Intake, rewards: RewardBook, recordings: Recordings) -> None:
+    def __init__(self, mesh: Mesh, journal: Journal, intake: Intake, rewards: RewardBook, recordings: Recordings,
+                 checkpoints: RunCheckpoints) -> None:
         self.mesh, self.journal, self.intake, self.rewards = mesh, journal, intake, rewards
-        self.recordings = recordings
+        self.recordings, self.checkpoints = recordings, checkpoints
         self.runs: dict[str, Run] = {}
         self.open_run: Run | None = None
         self._logs: dict[str, EventLog] = {}
@@ -158,6 +161,8 @@ class Coordinator:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
+        # An iteration that has just ended may wait for one.
+        await self.checkpoints.close()
         await asyncio.gather(*self._changes, return_exceptions=True)
         for event_log in self._logs.values():
             await event_log.close()
@@ -182,32 +187,70 @@ class Coordinator:
     def last_sequence(self, run: Run) -> int:
         return self._logs[run.name].last_sequence if run.name in self._logs else run.last_sequence
 
-    async def create_run(self, name: str, config_json: str) -> Run:
-        """Opens a run from the checkpoint; see CoordinatorService.CreateRun."""
+    async def create_run(self, name: str, config_json: str, resume: str = "") -> Run:
+        """Opens a run from the model's checkpoint or a durable one; see CoordinatorService.CreateRun."""
         check_run_name(name)
         config = await read_config(config_json, self.recordings, self.mesh.topology)
-        return await self._own(self._create_run(name, config))
+        if config.replay and resume not in (*FRESH, AUTO):
+            raise BadInput(f"run {name!r} is a replay: it starts where the recorded run did", reason="REPLAY_RESUMED")
+        return await self._own(self._create_run(name, config, "" if config.replay else resume))
 
-    async def _create_run(self, name: str, config: RunConfig) -> Run:
+    async def _create_run(self, name: str, config: RunConfig, resume: str) -> Run:
         text = json.dumps(to_plain(config), sort_keys=True)
         async with self._changing:
             known = self.runs.get(name)
-            if known is not None and known.state is not RunState.FAILED:
+            known = known if known is not None and known.state is not RunState.FAILED else None
+            there = known is not None and known is self.open_run and await self.mesh.holds(known)
+            if known is not None and (resume in FRESH or (resume == AUTO and there)):
                 return _same_run(known, text)
+            restore, notes = await self.checkpoints.find(name, resume)
+            if known is not None and restore is None:
+                _same_run(known, text)
+                raise WrongState(f"the slabs of run {name!r} are gone, and it has no durable checkpoint; begin another run",
+                                 reason="RUN_LOST", run=name)
+            if known is not None and known is self.open_run and (not there or known.state is RunState.RECOVERING):
+                await self._abandon()
             self._check_idle()
             # What can be refused is refused before the run that is open loses its slabs.
             await self.mesh.join(config.loss.kl_coef > 0)
+            await self.checkpoints.settled()
             if self.open_run is not None:
                 self.open_run.state = RunState.CLOSED
                 await self.journal.put_run(self.open_run)
                 self.open_run = None
-            run = self.runs[name] = Run(name, text, time.time())
+            run = Run(name, text, time.time()) if restore is None else restored_run(name, text, restore.manifest, known)
+            self.runs[name] = run
             run.last_sequence = await self.journal.last_sequence(name)
             if config.replay:
                 run.replay_iterations = await self.recordings.count(config.replay)
-            await self.journal.put_run(run)
-            await self._open(run, config)
+            await (self.journal.put_run(run) if restore is None else self.journal.rewind(run))
+            await self._open(run, config, restore)
+            for note in notes:
+                self.log_of(run).emit(None, note)
+            if restore is not None:
+                self.log_of(run).emit(None, Note("info", "RUN_RESTORED", f"from {restore.path}: iteration "
+                                                 f"{run.next_iteration} is next, snapshot {run.snapshot}"))
             return run
+
+    async def _abandon(self) -> None:
+        """Gives up what the open run has queued or under way: its slabs are gone, or it is taken back to a checkpoint."""
+        if self._current is not None:
+            task = self._current[1]
+            task.cancel()
+            await asyncio.wait([task])
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        for job in list(self._jobs.values()):
+            await self._drop(job)
+        interrupted, self._interrupted = self._interrupted, None
+        if interrupted is not None:
+            await self._end(interrupted, IterationState.FAILED, WrongState(
+                "the run is taken back to a durable checkpoint", reason="RUN_RESTORED"))
+        self.open_run.state = RunState.CLOSED
+        await self.journal.put_run(self.open_run)
+        self.open_run = None
+        self._worker = asyncio.create_task(self._work(), name="iterations")
 
     def _check_idle(self) -> None:
         """Raises WrongState while iterations of the open run are queued, running or being settled."""
@@ -218,9 +261,9 @@ class Coordinator:
             raise WrongState(f"run {self.open_run.name!r} is busy with {busy}; wait for it or cancel it",
                              reason="RUN_BUSY", run=self.open_run.name)
 
-    async def _open(self, run: Run, config: RunConfig) -> None:
+    async def _open(self, run: Run, config: RunConfig, restore: Checkpoint | None) -> None:
         try:
-            await self.mesh.open_run(run, config.phase_timeout_s, config.loss.kl_coef > 0)
+            await self.mesh.open_run(run, config.phase_timeout_s, config.loss.kl_coef > 0, restore)
         except BaseException:
             run.state = RunState.FAILED
             await self.journal.put_run(run)
@@ -406,6 +449,9 @@ class Coordinator:
             await self._clean_up(work.run, work.config, work.emit)
         iteration.metrics = work.metrics
         done = error is None or (work.batch_count > 0 and work.updates_published == work.batch_count)
+        if done and RunCheckpoints.due(work.key, work.config):
+            await self.checkpoints.begin(work.run, work.config, work.key, iteration.first_ordinal + len(work.prompts),
+                                         lambda note: self.log_of(work.run).emit(work.key, note))
         await self._end(iteration, *_verdict(done, work.updates_published, error))
 
     def _work_of(self, job: Job, run: Run) -> IterationWork:

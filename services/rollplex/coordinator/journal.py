@@ -112,6 +112,19 @@ class Journal:
         rows = await self._rows("SELECT body FROM runs ORDER BY create_time_s DESC")
         return [_run(json.loads(body)) for (body,) in rows]
 
+    async def rewind(self, run: Run) -> None:
+        """The run as it is from now on; what it did after `run.next_iteration` and `run.snapshot`, which is lost, is taken out.
+        Its events stay."""
+        ended = [(run.name, item.key.iteration) for item in await self.iterations(run.name)
+                 if item.key.validation and not item.state.ended]
+        later = [(run.name, run.next_iteration)]
+        await self._commit([
+            *((f"DELETE FROM {table} WHERE run = ? AND validation = 0 AND iteration >= ?", later)
+              for table in ("iterations", "samples")),
+            ("DELETE FROM iterations WHERE run = ? AND validation = 1 AND iteration = ?", ended),
+            ("DELETE FROM updates WHERE run = ? AND snapshot >= ?", [(run.name, run.snapshot)]),
+            _put_run(run)])
+
     # Iterations
 
     async def add_iteration(self, run: Run, iteration: Iteration, prompts: list[dict[str, Any]]) -> None:

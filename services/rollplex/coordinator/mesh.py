@@ -14,9 +14,10 @@ from rollplex.coordinator.agreement import check_one_actor
 from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
 from rollplex.coordinator.records import Run
+from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import MeshSection, RunConfig
 from rollplex.core.errors import InternalError, WrongState
-from rollplex.core.ids import actor_slab
+from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME
 from rollplex.core.work import MediaItem, UpdateOrder
@@ -106,12 +107,18 @@ class Mesh:
             await group.ensure_joined()
         self._check_same_layout(with_reference)
 
-    async def open_run(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Starts a run from the checkpoint: the trainer makes snapshot 0, the others open it. After `join`."""
+    async def open_run(self, run: Run, timeout_s: float, with_reference: bool, restore: Checkpoint | None = None) -> None:
+        """Starts a run: the trainer makes snapshot 0 from the model's checkpoint, or what `restore` holds, and the others open
+        it. After `join`."""
         place = Place(run.name, -1, -1, timeout_s, self.phase)
         await self._leave_former_run(place)
         opened = await self.trainer.command(orders.open_run(run.config_json, attach=False), place)
         run.snapshot = opened[0].value.snapshot
+        if restore is not None:
+            manifest = restore.manifest
+            await self.trainer.command(orders.restore_checkpoint(
+                str(restore.path), manifest.optimizer_step, manifest.layout_digest), place)
+            run.snapshot = manifest.snapshot
         await self._register_snapshot(run)
         await together(*(
             group.command(orders.open_run(run.config_json, attach=False), place)
@@ -141,6 +148,13 @@ class Mesh:
         """Every device's slab is part of the actor: a snapshot is visible whole or not at all."""
         slabs = [actor_slab(run.name, self.topology.device_name(device)) for device in range(self.topology.train_tp)]
         await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
+
+    async def holds(self, run: Run) -> bool:
+        """Whether the broker still has what the run cannot do without: the actor and the training state of every rank."""
+        there = await self.broker(lambda session: {slab.name for slab in session.list_slabs(f"runs/{run.name}/")})
+        ranks = range(self.topology.train_tp)
+        needed = {actor_slab(run.name, self.topology.device_name(rank)) for rank in ranks}
+        return there >= needed | {state_slab(run.name, rank, what) for rank in ranks for what in ("optimizer", "flips")}
 
     async def attach(self, group: EngineGroup, run: Run, timeout_s: float) -> None:
         """Has a replaced group re-import the run's slabs."""

@@ -76,6 +76,20 @@ def export_checkpoint(path: str) -> Order:
     return Order("StartExportCheckpoint", trainer_service_pb2.StartExportCheckpointRequest(path=path))
 
 
+def write_checkpoint(path: str) -> Order:
+    return Order("StartWriteCheckpoint", trainer_service_pb2.StartWriteCheckpointRequest(path=path))
+
+
+def restore_checkpoint(path: str, optimizer_step: int, layout_digest: str) -> Order:
+    return Order("StartRestoreCheckpoint", trainer_service_pb2.StartRestoreCheckpointRequest(
+        path=path, optimizer_step=optimizer_step, layout_digest=layout_digest))
+
+
+def wait_checkpoint(path: str) -> trainer_service_pb2.WaitCheckpointRequest:
+    """Out of band: no order."""
+    return trainer_service_pb2.WaitCheckpointRequest(path=path)
+
+
 def in_messages(groups: Sequence[work.ResponseGroup]) -> list[list[work.ResponseGroup]]:
     """Whole groups, in order, in parts that stay well below gRPC's message limit."""
     parts: list[list[work.ResponseGroup]] = []

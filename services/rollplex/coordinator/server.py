@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from grpc import aio
 
+from rollplex.coordinator.checkpoints import RunCheckpoints
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.intake import Intake
@@ -51,7 +52,8 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
         None, lambda: PromptProcessor.load(model.checkpoint, max_prompt_tokens=model.max_prompt_tokens))
     intake = Intake(session, decoder, processor, config.media, config.media_roots, peers.broker_thread)
     rewards = RewardBook(journal)
-    coordinator = Coordinator(peers, journal, intake, rewards, recordings)
+    checkpoints = RunCheckpoints(peers, config.checkpoints or mesh.checkpoints_dir)
+    coordinator = Coordinator(peers, journal, intake, rewards, recordings, checkpoints)
 
     async def close() -> None:
         await coordinator.close()

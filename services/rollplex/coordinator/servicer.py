@@ -36,7 +36,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         self._coordinator, self._mesh, self._services = coordinator, mesh, services
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: aio.ServicerContext) -> pb.CreateRunResponse:
-        run = await self._coordinator.create_run(request.name, request.config_json)
+        run = await self._coordinator.create_run(request.name, request.config_json, request.resume)
         return pb.CreateRunResponse(run=self._run(run))
 
     async def GetRun(self, request: pb.GetRunRequest, context: aio.ServicerContext) -> pb.GetRunResponse:
@@ -102,6 +102,12 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
                                context: aio.ServicerContext) -> pb.ExportCheckpointResponse:
         result = await self._coordinator.export(request.run, request.path)
         return pb.ExportCheckpointResponse(size_bytes=result.size_bytes)
+
+    async def GetDurableCheckpoint(self, request: pb.GetDurableCheckpointRequest,
+                                   context: aio.ServicerContext) -> pb.GetDurableCheckpointResponse:
+        found = await self._coordinator.checkpoints.newest(request.run)
+        return pb.GetDurableCheckpointResponse(path=str(found.path), next_iteration=found.manifest.next_iteration,
+                                               snapshot=found.manifest.snapshot)
 
     async def GetMesh(self, request: pb.GetMeshRequest, context: aio.ServicerContext) -> pb.GetMeshResponse:
         services = await asyncio.gather(*(self._probe(name) for name in self._services))

@@ -194,13 +194,19 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
     phase_timeout_s: float = 1800.0
-    """Deadline of each phase."""
+    """Deadline of each phase, and of writing a checkpoint."""
+    checkpoint_every: int = 0
+    """Iterations between durable checkpoints (docs/checkpoints.md), written while the next iteration runs; 0: none."""
+    checkpoint_keep: int = 2
+    """Checkpoints of the run that stay; older ones are deleted."""
 
     def __post_init__(self) -> None:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("saved_activations", self.saved_activations, SAVED_MODES)
         _one_of("suffix_activations", self.suffix_activations, SUFFIX_MODES)
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
+        _at_least("checkpoint_every", self.checkpoint_every, 0)
+        _at_least("checkpoint_keep", self.checkpoint_keep, 1)
         if not self.phase_timeout_s > 0:
             raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
 
@@ -352,6 +358,11 @@ class MeshSection:
     @property
     def rendezvous_dir(self) -> Path:
         return self.rendezvous or self.runtime_dir / "rendezvous"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Where durable checkpoints are unless coordinator.checkpoints says otherwise."""
+        return self.runtime_dir / "checkpoints"
 
     @property
     def handle_socket(self) -> Path:

@@ -200,6 +200,16 @@ class CheckpointResult:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What a trainer rank has written of a durable checkpoint."""
+
+    size_bytes: int
+    layout_digest: str
+    dtype: str
+    state_dtype: str
+
+
 class WorkContext(Protocol):
     """What an engine's long work reports to, and asks whether to go on. The chassis supplies it."""
 

@@ -47,6 +47,11 @@ def training_name(key: str) -> str | None:
     return key
 
 
+def disk_name(name: str) -> str:
+    """Training name -> the key that we write."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
 def load_into(
     checkpoint: Path,
     config: ModelConfig,
@@ -72,12 +77,13 @@ def load_into(
             if file not in opened:
                 opened[file] = stack.enter_context(_open(checkpoint / file))
             source = opened[file].get_slice(key)
-            _load_one(name, source, views[name], shards[name], tp_rank, config)
+            load_part(name, source, views[name], shards[name], tp_rank, config)
 
 
-def _load_one(name: str, source, view: torch.Tensor, shard: Shard, rank: int, config: ModelConfig) -> None:
+def load_part(name: str, source, view: torch.Tensor, shard: Shard, rank: int, config: ModelConfig) -> None:
+    """A rank's part of a whole tensor, a slice of a safetensors file, with zeros where the vocabulary is padded."""
     shape = tuple(source.get_shape())
-    expected = _unpadded(name, shard, config)
+    expected = unpadded(name, shard, config)
     if shape != expected:
         raise BadInput(f"checkpoint tensor {name} has shape {shape}; expected {expected}", reason="CHECKPOINT_MISMATCH")
     if tuple(view.shape) != shard.shape:
@@ -95,7 +101,7 @@ def _load_one(name: str, source, view: torch.Tensor, shard: Shard, rank: int, co
     view[present:].zero_()
 
 
-def _unpadded(name: str, shard: Shard, config: ModelConfig) -> tuple[int, ...]:
+def unpadded(name: str, shard: Shard, config: ModelConfig) -> tuple[int, ...]:
     """The shape on disk: no vocabulary padding."""
     if name in ("language_model.embed_tokens.weight", "lm_head.weight"):
         return (config.vocab_size, *shard.full_shape[1:])
@@ -182,7 +188,7 @@ def save_checkpoint(
     dtype = next(iter(pending.values())).dtype
     _write_shard(partial, pending, file_of)
     _write_index(partial, file_of, total)
-    _copy_companions(source, partial, str(dtype).removeprefix("torch."))
+    copy_companions(source, partial, str(dtype).removeprefix("torch."))
     partial.replace(out)
 
 
@@ -200,9 +206,8 @@ def _whole_tensors(
         shards = shards or ActorLayout.build(config, len(parts), "float32").shards
         shard = shards[name]
         whole = shard.merge([part.detach().cpu() for part in parts])
-        rows = _unpadded(name, shard, config)[0]
-        key = name if name.startswith("lm_head.") else f"model.{name}"
-        yield key, whole[:rows].contiguous()
+        rows = unpadded(name, shard, config)[0]
+        yield disk_name(name), whole[:rows].contiguous()
 
 
 def _write_shard(folder: Path, pending: dict[str, torch.Tensor], file_of: dict[str, str]) -> None:
@@ -225,7 +230,8 @@ def _write_index(folder: Path, file_of: dict[str, str], total_bytes: int) -> Non
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_companions(source: Path, folder: Path, dtype: str) -> None:
+def copy_companions(source: Path, folder: Path, dtype: str) -> None:
+    """Configuration, tokenizer and processor files of the source, with the dtype that was written."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
             shutil.copyfile(path, folder / path.name)

@@ -26,6 +26,7 @@ from rollplex.model import VisionLanguageModel
 from rollplex.model.manifest import build_manifest, check_manifest, check_replicas, manifest_hashes
 from rollplex.trainer import custody, export
 from rollplex.trainer.actor_slabs import ActorSlabs
+from rollplex.trainer.durable import DurableCheckpoints
 from rollplex.trainer.gradients import GradientStage
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
@@ -55,6 +56,7 @@ class TrainerEngine:
         self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
+        self.durable = DurableCheckpoints(model, checkpoint, self._device)
         self._prefix_stream = prefix_stream
         self._prefixes = Prefixes(model, self._arena, prefix_stream)
         self._views = actor.views()
@@ -105,6 +107,7 @@ class TrainerEngine:
         """Maps the snapshot for reading behind the parameters; boundaries of another snapshot are dropped."""
         self.require(self.open_run_name)
         if snapshot != self.bound_snapshot:
+            self.durable.wait(context)
             self._prefixes.release_all()
         inode = self._actor.own.bind(snapshot)
         self.bound_snapshot = snapshot
@@ -217,6 +220,7 @@ class TrainerEngine:
     def apply_update(self, context: work.WorkContext, order: work.UpdateOrder) -> work.UpdateResult:
         """Rewrites state and actor chunk by chunk, then zeroes the gradients; with `skip` only the latter.
 
+        A checkpoint that is still read from the state is waited for.
         May be repeated with the same order after an interruption, also by a successor that attached: chunks that were
         committed stay. Boundaries are dropped, and the snapshot is left, whatever happens.
         """
@@ -234,6 +238,7 @@ class TrainerEngine:
         if not repeated and not state.gradients_present:
             raise WrongState("the gradients of an earlier process are gone; redo the prefixes and suffixes",
                              reason="GRADIENT_STAGE", stage=self._stage.value)
+        self.durable.wait(context)
         self._prefixes.release_all()
         self.bound_snapshot = -1
         self._actor.bind_for_update(order.update_epoch)
@@ -266,10 +271,30 @@ class TrainerEngine:
             size_bytes = export.write(self._checkpoint, path, self._model, self._views)
         return work.CheckpointResult(str(path), size_bytes)
 
+    def write_checkpoint(self, context: work.WorkContext, path: Path) -> work.CheckpointResult:
+        """Begins to write this rank's part of a durable checkpoint of the bound snapshot and the state; `durable.outcome` tells
+        the end. Raises WrongState while an update is half applied."""
+        self._require_bound()
+        self._require_whole()
+        return work.CheckpointResult(str(path), self.durable.begin(path, self._views, self._require_state().optimizer))
+
+    def restore_checkpoint(self, context: work.WorkContext, path: Path, optimizer_step: int, layout_digest: str
+                           ) -> work.CheckpointResult:
+        """Fills the slabs of a run that was just opened from a durable checkpoint, before its snapshot is registered."""
+        state = self._require_state()
+        if self.bound_snapshot >= 0 or self._stage is not GradientStage.EMPTY:
+            raise WrongState("only a run that was just opened is restored", reason="RUN_NOT_NEW")
+        with device_errors(Phase.IDLE, "restore_checkpoint", self._actor.device):
+            size_bytes = self.durable.restore(path, self._actor, state.optimizer, optimizer_step, layout_digest)
+            finish_work(self._device)
+        return work.CheckpointResult(str(path), size_bytes)
+
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
-        """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease."""
+        """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease, once a checkpoint
+        that is read from it is done."""
         released = self._prefixes.release_all()
         if leave_snapshot:
+            self.durable.wait(context)
             self._actor.unbind()
             self.bound_snapshot = -1
         release_cached(self._device)
@@ -286,6 +311,7 @@ class TrainerEngine:
         self._session.close()
 
     def _close_run(self) -> None:
+        self.durable.stop()
         self._prefixes.release_all()
         self._actor.unbind()
         self.bound_snapshot, self.open_run_name = -1, ""

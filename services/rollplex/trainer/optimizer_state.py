@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,9 +154,24 @@ class OptimizerState:
 
     def set_master(self, name: str, values: torch.Tensor) -> None:
         """Writes a parameter's initial master weights, of its local shape, into the chunks that hold it."""
+        self.set_row(0, name, values)
+
+    def set_row(self, row: int, name: str, values: torch.Tensor) -> None:
+        """As `set_master`, of a slot's row 0, 1 or 2: master, first or second moment."""
         flat = values.reshape(-1)
         for chunk, offset, start, stop in self.layout.spans_of[name]:
-            self.current(chunk)[0, offset:offset + stop - start].copy_(flat[start:stop])
+            self.current(chunk)[row, offset:offset + stop - start].copy_(flat[start:stop])
+
+    def parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element in the parameter, its rows [3, elements]) of every chunk that holds some of it: views."""
+        for chunk, offset, start, stop in self.layout.spans_of[name]:
+            yield start, self.current(chunk)[:, offset:offset + stop - start]
+
+    def restore_step(self, optimizer_step: int) -> None:
+        """What was written into the slots is the state after that many updates."""
+        for chunk, flip in enumerate(list(self._log.flips)):
+            self._log.record(chunk, flip.slot, optimizer_step)
+        self.finish_step(optimizer_step)
 
     def master(self, name: str) -> torch.Tensor:
         """A flat copy of a parameter's master weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from grpc import aio
 
 from rollplex.core import work
-from rollplex.rpc.convert import from_proto
+from rollplex.rpc.convert import from_proto, to_proto
 from rollplex.rpc.phase_servicer import EngineHost
 from rollplex.trainer.engine import TrainerEngine
 from rollplex.v1 import reference_service_pb2, trainer_service_pb2, trainer_service_pb2_grpc, types_pb2
@@ -53,6 +54,24 @@ class TrainerServicer(trainer_service_pb2_grpc.TrainerServiceServicer):
         path = Path(request.path)
         return self._start(request.header, lambda engine, work_context: engine.export_checkpoint(
             work_context, path), snapshot=request.header.snapshot)
+
+    async def StartWriteCheckpoint(self, request: trainer_service_pb2.StartWriteCheckpointRequest,
+                                   context: aio.ServicerContext) -> types_pb2.StartResponse:
+        path = Path(request.path)
+        return self._start(request.header, lambda engine, work_context: engine.write_checkpoint(
+            work_context, path), snapshot=request.header.snapshot)
+
+    async def StartRestoreCheckpoint(self, request: trainer_service_pb2.StartRestoreCheckpointRequest,
+                                     context: aio.ServicerContext) -> types_pb2.StartResponse:
+        path, step, digest = Path(request.path), request.optimizer_step, request.layout_digest
+        return self._start(request.header, lambda engine, work_context: engine.restore_checkpoint(
+            work_context, path, step, digest))
+
+    async def WaitCheckpoint(self, request: trainer_service_pb2.WaitCheckpointRequest,
+                             context: aio.ServicerContext) -> trainer_service_pb2.WaitCheckpointResponse:
+        # A caller that goes away leaves the writer alone.
+        written = await asyncio.shield(asyncio.wrap_future(self._host.engine.durable.outcome(request.path)))
+        return to_proto(written, trainer_service_pb2.WaitCheckpointResponse)
 
     def _start(self, header: types_pb2.CommandHeader, run: Callable[[TrainerEngine, work.WorkContext], Any], *,
                snapshot: int | None = None) -> types_pb2.StartResponse:

@@ -29,6 +29,7 @@ PAIRS = [
     (work.ResponseGroup(1, (work.ResponseSample(0, IDS), work.ResponseSample(1, IDS, LOGPROBS, LOGPROBS, LOGPROBS, 0.5, False))),
      reference_service_pb2.ResponseGroup),
     (work.SampleLogprobs(1, 2, LOGPROBS), phase_service_pb2.SampleLogprobs),
+    (work.WrittenPart(5, "digest", "bfloat16", "float32"), trainer_service_pb2.WaitCheckpointResponse),
     (work.LossScale(8, 100, 12), trainer_service_pb2.LossScale),
     (work.ResidencyEntry("media", "coordinator", "host", "pinned", 5, 6), types_pb2.ResidencyEntry),
     (work.OpenRunResult("slab", 10, 3, 99), phase_service_pb2.OpenRunResult),

@@ -130,12 +130,14 @@ class MediaSource(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., frame_paths: _Optional[_Iterable[str]] = ..., fps: _Optional[float] = ..., max_frames: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., total_pixels: _Optional[int] = ..., min_frames: _Optional[int] = ...) -> None: ...
 
 class CreateRunRequest(_message.Message):
-    __slots__ = ("name", "config_json")
+    __slots__ = ("name", "config_json", "resume")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     name: str
     config_json: str
-    def __init__(self, name: _Optional[str] = ..., config_json: _Optional[str] = ...) -> None: ...
+    resume: str
+    def __init__(self, name: _Optional[str] = ..., config_json: _Optional[str] = ..., resume: _Optional[str] = ...) -> None: ...
 
 class CreateRunResponse(_message.Message):
     __slots__ = ("run",)
@@ -403,6 +405,22 @@ class ExportCheckpointResponse(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     size_bytes: int
     def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
+
+class GetDurableCheckpointRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class GetDurableCheckpointResponse(_message.Message):
+    __slots__ = ("path", "next_iteration", "snapshot")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ITERATION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    next_iteration: int
+    snapshot: int
+    def __init__(self, path: _Optional[str] = ..., next_iteration: _Optional[int] = ..., snapshot: _Optional[int] = ...) -> None: ...
 
 class GetMeshRequest(_message.Message):
     __slots__ = ()

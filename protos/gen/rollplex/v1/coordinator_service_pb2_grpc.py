@@ -99,6 +99,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointRequest.SerializeToString,
                 response_deserializer=rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointResponse.FromString,
                 _registered_method=True)
+        self.GetDurableCheckpoint = channel.unary_unary(
+                '/rollplex.v1.CoordinatorService/GetDurableCheckpoint',
+                request_serializer=rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointRequest.SerializeToString,
+                response_deserializer=rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointResponse.FromString,
+                _registered_method=True)
         self.GetMesh = channel.unary_unary(
                 '/rollplex.v1.CoordinatorService/GetMesh',
                 request_serializer=rollplex_dot_v1_dot_coordinator__service__pb2.GetMeshRequest.SerializeToString,
@@ -202,6 +207,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDurableCheckpoint(self, request, context):
+        """The newest durable checkpoint of a run, after the one that is being written, if any. NOT_FOUND when there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMesh(self, request, context):
         """Services of the mesh: who is there, since when, bound to what.
         """
@@ -276,6 +288,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ExportCheckpoint,
                     request_deserializer=rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointRequest.FromString,
                     response_serializer=rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointResponse.SerializeToString,
+            ),
+            'GetDurableCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDurableCheckpoint,
+                    request_deserializer=rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointRequest.FromString,
+                    response_serializer=rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointResponse.SerializeToString,
             ),
             'GetMesh': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMesh,
@@ -634,6 +651,33 @@ class CoordinatorService(object):
             '/rollplex.v1.CoordinatorService/ExportCheckpoint',
             rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointRequest.SerializeToString,
             rollplex_dot_v1_dot_coordinator__service__pb2.ExportCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDurableCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollplex.v1.CoordinatorService/GetDurableCheckpoint',
+            rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointRequest.SerializeToString,
+            rollplex_dot_v1_dot_coordinator__service__pb2.GetDurableCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

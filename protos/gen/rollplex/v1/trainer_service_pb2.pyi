@@ -65,3 +65,41 @@ class StartExportCheckpointRequest(_message.Message):
     header: _types_pb2.CommandHeader
     path: str
     def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...
+
+class StartWriteCheckpointRequest(_message.Message):
+    __slots__ = ("header", "path")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.CommandHeader
+    path: str
+    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...
+
+class StartRestoreCheckpointRequest(_message.Message):
+    __slots__ = ("header", "path", "optimizer_step", "layout_digest")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    header: _types_pb2.CommandHeader
+    path: str
+    optimizer_step: int
+    layout_digest: str
+    def __init__(self, header: _Optional[_Union[_types_pb2.CommandHeader, _Mapping]] = ..., path: _Optional[str] = ..., optimizer_step: _Optional[int] = ..., layout_digest: _Optional[str] = ...) -> None: ...
+
+class WaitCheckpointRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class WaitCheckpointResponse(_message.Message):
+    __slots__ = ("size_bytes", "layout_digest", "dtype", "state_dtype")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STATE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    layout_digest: str
+    dtype: str
+    state_dtype: str
+    def __init__(self, size_bytes: _Optional[int] = ..., layout_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., state_dtype: _Optional[str] = ...) -> None: ...

@@ -66,6 +66,21 @@ class TrainerServiceStub(object):
                 request_serializer=rollplex_dot_v1_dot_trainer__service__pb2.StartExportCheckpointRequest.SerializeToString,
                 response_deserializer=rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
                 _registered_method=True)
+        self.StartWriteCheckpoint = channel.unary_unary(
+                '/rollplex.v1.TrainerService/StartWriteCheckpoint',
+                request_serializer=rollplex_dot_v1_dot_trainer__service__pb2.StartWriteCheckpointRequest.SerializeToString,
+                response_deserializer=rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
+                _registered_method=True)
+        self.StartRestoreCheckpoint = channel.unary_unary(
+                '/rollplex.v1.TrainerService/StartRestoreCheckpoint',
+                request_serializer=rollplex_dot_v1_dot_trainer__service__pb2.StartRestoreCheckpointRequest.SerializeToString,
+                response_deserializer=rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
+                _registered_method=True)
+        self.WaitCheckpoint = channel.unary_unary(
+                '/rollplex.v1.TrainerService/WaitCheckpoint',
+                request_serializer=rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointRequest.SerializeToString,
+                response_deserializer=rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -113,6 +128,30 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartWriteCheckpoint(self, request, context):
+        """Begins to write this rank's part of a durable checkpoint in the background, reading snapshot and optimizer state as they
+        are now; the snapshot cannot be left, nor the state changed, before it has ended. Ends at once, with a CheckpointResult of
+        the bytes that this rank will write.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartRestoreCheckpoint(self, request, context):
+        """Replaces the weights and the optimizer state of a run that was just opened by a durable checkpoint's. Before its snapshot is
+        registered. Ends with a CheckpointResult of the bytes that were read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitCheckpoint(self, request, context):
+        """Out of band: waits until this rank has written its part, or raises why it did not. NOT_FOUND when it is not writing there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +184,21 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.StartExportCheckpoint,
                     request_deserializer=rollplex_dot_v1_dot_trainer__service__pb2.StartExportCheckpointRequest.FromString,
                     response_serializer=rollplex_dot_v1_dot_types__pb2.StartResponse.SerializeToString,
+            ),
+            'StartWriteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartWriteCheckpoint,
+                    request_deserializer=rollplex_dot_v1_dot_trainer__service__pb2.StartWriteCheckpointRequest.FromString,
+                    response_serializer=rollplex_dot_v1_dot_types__pb2.StartResponse.SerializeToString,
+            ),
+            'StartRestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartRestoreCheckpoint,
+                    request_deserializer=rollplex_dot_v1_dot_trainer__service__pb2.StartRestoreCheckpointRequest.FromString,
+                    response_serializer=rollplex_dot_v1_dot_types__pb2.StartResponse.SerializeToString,
+            ),
+            'WaitCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitCheckpoint,
+                    request_deserializer=rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointRequest.FromString,
+                    response_serializer=rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +363,87 @@ class TrainerService(object):
             '/rollplex.v1.TrainerService/StartExportCheckpoint',
             rollplex_dot_v1_dot_trainer__service__pb2.StartExportCheckpointRequest.SerializeToString,
             rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartWriteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollplex.v1.TrainerService/StartWriteCheckpoint',
+            rollplex_dot_v1_dot_trainer__service__pb2.StartWriteCheckpointRequest.SerializeToString,
+            rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartRestoreCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollplex.v1.TrainerService/StartRestoreCheckpoint',
+            rollplex_dot_v1_dot_trainer__service__pb2.StartRestoreCheckpointRequest.SerializeToString,
+            rollplex_dot_v1_dot_types__pb2.StartResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollplex.v1.TrainerService/WaitCheckpoint',
+            rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointRequest.SerializeToString,
+            rollplex_dot_v1_dot_trainer__service__pb2.WaitCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,
