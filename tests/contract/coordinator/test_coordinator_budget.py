@@ -27,7 +27,8 @@ async def mesh(tmp_path, tiny_checkpoint):
     planner = Planner(section, read_shapes(tiny_checkpoint), "float32")
     processor = PromptProcessor.load(tiny_checkpoint, max_prompt_tokens=2048)
     lengths = [len(processor.tokenize(row.messages).token_ids) for row in text_rows(3)]
-    needs = planner.needs(parse(RunConfig, OPTIONS), lengths, EngineChoices(), generates=True, trains=True)
+    needs = planner.needs(parse(RunConfig, OPTIONS), lengths, EngineChoices(), generates=True, trains=True,
+                          media=[()] * len(lengths))
     peak = max(sum(item.size_bytes for item in needs.planned(phase)) for phase in Phase)
     async with stub_mesh(tmp_path / "run", tiny_checkpoint, hbm_budget_gib=peak / GIB) as mesh:
         yield mesh
