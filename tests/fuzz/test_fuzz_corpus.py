@@ -21,6 +21,7 @@ def test_every_target_has_seeds():
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeded_inputs_do_no_harm(name):
-    done = subprocess.run([sys.executable, Path(__file__).with_name("corpus.py"), name], capture_output=True, text=True, check=False)
+    command = [sys.executable, Path(__file__).with_name("corpus.py"), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout) == len(seeds(name)) + MUTATIONS[name]
