@@ -49,8 +49,10 @@ def watched(used: Callable[[], int]) -> Iterator[MemoryWatch]:
 
 
 def _reader(gpus: int) -> Callable[[], int] | None:
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:
+        return None
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]

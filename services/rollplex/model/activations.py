@@ -46,9 +46,7 @@ def run_checkpointed(block, x: torch.Tensor, *, limit: Limit = nullcontext, **ar
     as `run_plain` does, to the last bit. Its forward pass records a graph and calls hooks for every tensor in it, some 60 a
     block, with which the host falls behind a GPU; there, and under a limit, the forward pass leaves no graph at all.
     """
-    if limit is nullcontext and not x.is_cuda:
-        if not torch.is_grad_enabled():
-            return block(x, **arguments)
+    if limit is nullcontext and not x.is_cuda and torch.is_grad_enabled():
         return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **arguments)
     trainable = x.requires_grad or any(p.requires_grad for p in getattr(block, "__self__", block).parameters())
     if not (torch.is_grad_enabled() and trainable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from html.parser import HTMLParser
 
@@ -201,3 +202,10 @@ def test_a_console_gets_every_table_and_what_failed(result):
     step = next(line for line in lines if line.startswith("step, seconds"))
     assert step.split()[2:] == ["2.800", "2.250", "15.000"]
     assert len(step) == len(heads[0])
+
+
+def test_without_the_drivers_library_memory_is_left_empty(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    with watch_memory("cuda") as watch:
+        pass
+    assert (watch.before_bytes, watch.peak_bytes) == (None, None)
