@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from rollplex.torchvision_ops import ensure_torchvision
 
@@ -58,6 +61,19 @@ class FakeLlm:
         return [SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[SimpleNamespace(
             token_ids=[7] * options.max_tokens, logprobs=[logprob] * options.max_tokens)])
             for prompt, options in zip(prompts, sampling_params, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Colocated, TRL names this process a rank in its environment, and accelerate then opens a process group: neither is to
+    reach the next test."""
+    environment, open_before = dict(os.environ), dist.is_initialized()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    if dist.is_initialized() and not open_before:
+        dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
