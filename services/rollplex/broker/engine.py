@@ -16,6 +16,7 @@ from rollplex.broker.records import Record, Vault
 from rollplex.broker.sessions import Connection, Session, SessionTable, check_names, forget_pidfd
 from rollplex.broker.slabs import SlabStore, check_announced
 from rollplex.broker.tickets import Purpose, TicketBook
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, NotFound, OutOfMemory, WrongState
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable
 from rollplex.core.phases import Phase
@@ -116,7 +117,9 @@ class Custody:
         name = self.tickets.redeem(ticket, Purpose.DEPOSIT, session.name, self._clock()).subject
         try:
             slab = self.slabs.stamp(name, fd)
+            crash_point("broker.deposit.received")
             await self._vault.put(*records.slab(slab, fd))
+            crash_point("broker.deposit.kept")
         except BaseException:
             self.slabs.retract(name)
             # A keeper that answered too late has it all the same.
@@ -147,6 +150,7 @@ class Custody:
         self.slabs.remove(name)
         self.ledger.remove(slab)
         self._vault.drop(records.slab_name(name))
+        crash_point("broker.slab.deleted")
         return slab.size_bytes
 
     async def acquire(self, secret: str, name: str, mode: LeaseMode, snapshot: int | None,
@@ -154,6 +158,7 @@ class Custody:
         """Grants a lease and returns it with the ticket for its descriptor. Raises Aborted naming conflicting holders."""
         self.expire_tickets()
         lease, slab = await self.grants.acquire(secret, name, mode, snapshot, update_epoch)
+        crash_point("broker.lease.granted")
         return lease, self.tickets.issue(Purpose.REDEEM, lease.lease_id, lease.session, self._clock()), slab
 
     def redeem(self, session: Session, ticket: str) -> tuple[Lease, Slab, int]:
@@ -166,6 +171,7 @@ class Custody:
         handle = self.slabs.open_for(slab.name, writable=lease.mode is LeaseMode.WRITE)
         # Not when it was granted: until its ticket is redeemed, it may still be taken back.
         self.fence.supersede(session.pid, slab.name)
+        crash_point("broker.lease.redeemed")
         return lease, slab, handle
 
     def release(self, secret: str, lease_id: str) -> None:
@@ -173,6 +179,7 @@ class Custody:
         session = self.sessions.get(secret)
         if self.leases.release(lease_id, session.name) or self.fence.release(lease_id, session.pid):
             self._vault.drop(records.lease_name(lease_id))
+            crash_point("broker.lease.released")
 
     def get_snapshot(self, run: str) -> SnapshotInfo:
         actor = self.actors.get(run)
@@ -192,6 +199,7 @@ class Custody:
             self.ledger.enter(run, iteration, phase, relaxed, growth)
         violations = self.ledger.violations
         self._vault.note(*records.phase(self.ledger))
+        crash_point("broker.phase.entered")
         return violations
 
     def report(self, secret: str, entries: tuple[ResidencyEntry, ...]) -> None:
@@ -225,6 +233,7 @@ class Custody:
         self.sessions.serial = restored.serial
         self.fence.start_grace()
         self.fence.bury_dead()
+        crash_point("broker.restored")
         return restored.refused
 
     def close(self) -> None:

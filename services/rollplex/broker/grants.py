@@ -11,6 +11,7 @@ from rollplex.broker.fencing import Fence
 from rollplex.broker.records import Vault
 from rollplex.broker.sessions import SessionTable
 from rollplex.broker.slabs import SlabStore
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import Aborted, BadInput, WrongState
 from rollplex.core.ids import new_id
 from rollplex.core.leases import Lease, LeaseMode, LeaseTable, conflict
@@ -70,6 +71,7 @@ class Grants:
             if known is None:
                 await self._writers_gone(slabs, "registering the snapshot")
             self._keep(self.actors.register(run, slabs, number))
+            crash_point("broker.snapshot.registered")
 
     async def begin_update(self, run: str, number: int, writers: frozenset[str]) -> int:
         """VALID(k) -> TORN(k -> k+1), or TORN under a later epoch. Returns the epoch. Raises Aborted naming the readers
@@ -88,6 +90,7 @@ class Grants:
             self._check_outsiders(actor, writers)
             actor = self.actors.begin_update(run, number, writers)
             self._keep(actor)
+            crash_point("broker.update.granted")
             return actor.snapshot.update_epoch
 
     async def publish_snapshot(self, run: str, update_epoch: int, number: int) -> None:
@@ -99,7 +102,9 @@ class Grants:
             actor = self.actors.get(run)
             actor.snapshot.publish(number, update_epoch)
             await self._writers_gone(actor.slabs, f"publishing snapshot {number}")
+            crash_point("broker.publish.checked")
             self._keep(self.actors.publish(run, number, update_epoch))
+            crash_point("broker.publish.done")
 
     def _check_outsiders(self, actor: Actor, writers: frozenset[str]) -> None:
         outside = [lease for name in actor.slabs for lease in self.leases.on_slab(name)

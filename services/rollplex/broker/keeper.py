@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from rollplex.core.config import MeshSection
+from rollplex.core.crash_points import crash_point
 from rollplex.core.entry import arguments, load_sections, run_service
 from rollplex.core.errors import BadInput, Forbidden
 from rollplex.rpc.handles import allow_most_fds, check_peer, listen, peer_of, recv_frame, send_frame
@@ -67,10 +68,13 @@ class Keeper:
     def _handle(self, connection: socket.socket, message: dict, fd: int | None) -> None:
         op = message.get("op")
         if op == "put":
+            crash_point("keeper.put.received")
             self._drop(message["name"])
             self._records[message["name"]] = message["metadata"], fd
+            crash_point("keeper.put.stored")
         elif op == "drop":
             self._drop(message["name"])
+            crash_point("keeper.drop.done")
         else:
             self._own(connection)
             for name in list(self._records) if op == "reset" else ():

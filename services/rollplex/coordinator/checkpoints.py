@@ -19,6 +19,7 @@ from rollplex.coordinator.records import IterationKey, Note, Run
 from rollplex.core import checkpoints
 from rollplex.core.checkpoints import Checkpoint, Manifest
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, DataLoss, DeadlineExceeded, NotFound, RollplexError, WrongState
 from rollplex.core.learning_rate import learning_rate_factor
 from rollplex.core.strict import to_plain
@@ -56,6 +57,7 @@ class RunCheckpoints:
             await asyncio.to_thread(_make, partial)
             place = Place(run.name, key.iteration, run.snapshot, config.phase_timeout_s)
             await self._mesh.trainer.command(orders.write_checkpoint(str(partial)), place)
+            crash_point("coordinator.checkpoint.begun")
         except FAILURES as error:
             await _give_up(partial, error, emit)
             return
@@ -73,6 +75,7 @@ class RunCheckpoints:
         partial, began = checkpoints.partial_of(path), time.monotonic()
         try:
             layout = await self._written(partial, config.phase_timeout_s)
+            crash_point("coordinator.checkpoint.parts_written")
             whole = await asyncio.to_thread(checkpoints.commit, partial, path, Manifest(
                 **{name: getattr(manifest, name) for name in Manifest.__slots__} | layout))
         except FAILURES as error:

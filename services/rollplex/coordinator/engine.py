@@ -39,6 +39,7 @@ from rollplex.coordinator.run_config import read_config
 from rollplex.coordinator.update import roll_forward
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import (
     Aborted,
     AlreadyExists,
@@ -112,6 +113,7 @@ class Coordinator:
             elif run.state is RunState.OPENING:
                 run.state = RunState.FAILED
                 await self.journal.put_run(run)
+        crash_point("coordinator.restart.journal_read")
         if self.open_run is not None:
             await self._take_over(self.open_run)
         self._worker = asyncio.create_task(self._work(), name="iterations")
@@ -323,6 +325,7 @@ class Coordinator:
         key = IterationKey(run.name, number, validation)
         count = 1 if validation else self.config_of(run).sampling.samples_per_group
         prompts = await self.intake.prepare(key, rows, run.prompts_consumed, count)
+        crash_point("coordinator.submit.prepared")
         iteration = Iteration(key, request_id, time.time(), run.prompts_consumed, recorded=recorded)
         counted = dataclasses.replace(
             run, next_validation=run.next_validation + validation, next_iteration=run.next_iteration + (not validation),
@@ -332,6 +335,7 @@ class Coordinator:
         except BaseException:
             await self.intake.release(prompts)
             raise
+        crash_point("coordinator.submit.journalled")
         run.next_validation, run.next_iteration = counted.next_validation, counted.next_iteration
         run.prompts_consumed = counted.prompts_consumed
         before = self.last_sequence(run)
@@ -441,12 +445,14 @@ class Coordinator:
     async def _execute(self, iteration: Iteration, work: IterationWork) -> None:
         iteration.state, iteration.snapshot = IterationState.RUNNING, work.run.snapshot
         await self.journal.put_iteration(iteration)
+        crash_point("coordinator.iteration.running")
         self._emit_state(iteration)
         await (run_validation if iteration.key.validation else run_iteration)(work)
 
     async def _conclude(self, iteration: Iteration, work: IterationWork, error: RollplexError | None) -> None:
         if error is not None:
             await self._clean_up(work.run, work.config, work.emit)
+        crash_point("coordinator.iteration.concluding")
         iteration.metrics = work.metrics
         done = error is None or (work.batch_count > 0 and work.updates_published == work.batch_count)
         if done and RunCheckpoints.due(work.key, work.config):
@@ -492,6 +498,7 @@ class Coordinator:
         if error is not None:
             iteration.error = ErrorRecord(type(error).__name__, error.reason, str(error), error.metadata)
         await self.journal.put_iteration(iteration)
+        crash_point("coordinator.iteration.ended")
         # Whoever sees the end may ask for what needs an idle run.
         self._jobs.pop(iteration.key, None)
         self._emit_state(iteration)

@@ -25,6 +25,7 @@ from rollplex.coordinator.timeline import Timeline
 from rollplex.coordinator.update import apply_update
 from rollplex.core.advantages import advantages, has_signal
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import DataLoss, DeadlineExceeded, RollplexError
 from rollplex.core.phases import Phase, PhaseEvent, next_phase
 from rollplex.core.work import FinishedSample, GenerateResult, LossScale, ResponseGroup, ResponseSample, Sampling
@@ -172,6 +173,7 @@ async def _overlap(work: IterationWork) -> None:
         finally:
             await desk.close()
     await work.journal.put_samples(work.key, work.samples.values())
+    crash_point("coordinator.responses.journalled")
     _report_progress(work, final=True)
 
 
@@ -200,7 +202,9 @@ async def _generate(work: IterationWork, desk: RewardDesk) -> None:
     async def on_samples(finished: Sequence[FinishedSample]) -> None:
         records = [SampleRecord(sample.group_index, sample.sample_index, sample.token_ids, sample.logprobs,
                                 sample.finish_reason, work.intake.text(sample.token_ids)) for sample in finished]
+        crash_point("coordinator.sample.received")
         await work.journal.put_samples(work.key, records)
+        crash_point("coordinator.sample.committed")
         for record in records:
             work.samples[record.group_index, record.sample_index] = record
         desk.push([_score_input(work.prompts[record.group_index], record) for record in records])
@@ -294,6 +298,7 @@ async def _score(work: IterationWork) -> list[ResponseGroup]:
     with work.timeline.span(Phase.SUFFIX, "advantage"):
         kept = _assign_advantages(work, groups)
     await work.journal.put_samples(work.key, work.samples.values())
+    crash_point("coordinator.advantages.journalled")
     old: dict[tuple[int, int], object] = {}
     if work.config.optimizer.updates_per_iteration > 1 and kept:
         with work.timeline.span(Phase.SUFFIX, "old_logprob"):
@@ -355,6 +360,7 @@ async def _train_mini_batch(work: IterationWork, index: int, batch: Sequence[Res
         parts = [await work.mesh.trainer.command(orders.train_suffix(part, scale), work.place())
                  for part in orders.in_messages(batch)]
     work.average(merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in parts]))
+    crash_point("coordinator.suffix.done")
     await apply_update(work, index)
 
 

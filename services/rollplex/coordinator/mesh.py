@@ -16,6 +16,7 @@ from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
 from rollplex.coordinator.records import Run
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import MeshSection, RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
@@ -97,6 +98,7 @@ class Mesh:
         violations = await self.broker(lambda session: session.enter_phase(
             run, iteration, phase, needs.planned(phase), needs.relaxed))
         self.phase = phase
+        crash_point("coordinator.phase.entered")
         if violations:
             raise InternalError("the residency contract is violated: " + "; ".join(violations),
                                 reason="RESIDENCY_VIOLATED")
@@ -180,6 +182,7 @@ class Mesh:
                    for rank, outcome in zip(group.ranks, outcomes)}
         ablation = json.loads(run.config_json or "{}").get("ablation", {})
         check_one_actor(self.topology, by_rank, shared=not ablation.get("no_weight_sharing"))
+        crash_point("coordinator.bind.done")
         rollouts = [outcome for group, outcomes in zip(groups, bound) if group in self.rollouts for outcome in outcomes]
         return Copied(sum(outcome.value.copied_bytes for outcome in rollouts), max(outcome.work_s for outcome in rollouts))
 

@@ -15,6 +15,7 @@ import grpc
 
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.records import RewardRegistration
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, RollplexError, Unavailable
 from rollplex.core.tcp_security import TcpSecurity
 from rollplex.rpc.channel import aio_channel, check_address
@@ -199,6 +200,7 @@ class RewardDesk:
                     parts[name] = outcome.value
                     total += client.registration.weight * outcome.value
             self._on_scored(item, None if errors else total, parts, "; ".join(errors))
+        crash_point("coordinator.reward.scored")
 
 
 async def describe(registration: RewardRegistration, timeout_s: float) -> str:

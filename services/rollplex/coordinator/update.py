@@ -13,6 +13,7 @@ from rollplex.coordinator.agreement import agreed_gradient
 from rollplex.coordinator.peers import Place
 from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import RollplexError
 from rollplex.core.learning_rate import learning_rate_factor
 from rollplex.core.phases import Phase, PhaseEvent
@@ -40,6 +41,7 @@ async def apply_update(work: IterationWork, mini_batch: int) -> None:
         gradient = agreed_gradient([outcome.value for outcome in measured])
         work.average({"actor/grad_norm": gradient.grad_norm, "grad_norm": gradient.grad_norm,
                       "rollplex/update_skipped": float(not gradient.finite)})
+        crash_point("coordinator.norm.agreed")
         if gradient.finite:
             with work.timeline.span(Phase.UPDATE, "write"):
                 await _update(work, mini_batch, gradient)
@@ -70,6 +72,7 @@ async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult
     work.update_begun = True
     try:
         await work.journal.begin_update(run.name, record)
+        crash_point("coordinator.update.begun")
     except sqlite3.Error:
         work.update_begun = False
         raise
@@ -103,15 +106,19 @@ async def _write_and_publish(mesh: Mesh, journal: Journal, run: Run, record: Upd
         await _publish_in_journal(journal, run, record)
         return
     epoch = await mesh.broker(lambda session: session.begin_update(run.name, record.snapshot, writers))
+    crash_point("coordinator.update.granted")
     order = UpdateOrder(epoch, record.clip_coefficient, record.learning_rate_factor, record.optimizer_step)
     await mesh.trainer.command(orders.apply_update(order), place)
+    crash_point("coordinator.update.chunks_reported")
     await mesh.broker(lambda session: session.publish_snapshot(run.name, epoch, record.snapshot + 1))
+    crash_point("coordinator.update.broker_published")
     await _publish_in_journal(journal, run, record)
 
 
 async def _publish_in_journal(journal: Journal, run: Run, record: UpdateRecord) -> None:
     run.snapshot, run.optimizer_step, run.state = record.snapshot + 1, record.optimizer_step, RunState.ACTIVE
     await journal.publish(run, record.snapshot)
+    crash_point("coordinator.update.published")
 
 
 async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig, record: UpdateRecord,
@@ -127,6 +134,7 @@ async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig
         try:
             await mesh.trainer.ensure_joined()
             await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
+            crash_point("coordinator.roll_forward.ready")
             place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
             await _write_and_publish(mesh, journal, run, record, place)
             return

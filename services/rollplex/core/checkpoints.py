@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, DataLoss
 from rollplex.core.ids import check_run_name
 
@@ -172,10 +173,12 @@ def commit(partial: Path, path: Path, manifest: Manifest) -> Manifest:
         sync(partial / name)
     for folder in sorted({(partial / name).parent for name in files} | {partial}, reverse=True):
         sync(folder)
+    crash_point("coordinator.checkpoint.manifest_written")
     if path.exists():
         discard(path)
     partial.replace(path)
     sync(path.parent)
+    crash_point("coordinator.checkpoint.visible")
     return whole
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rollplex.core import work
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
@@ -80,6 +81,7 @@ class ReferenceEngine:
         """Loads the frozen weights, or finds them in the slab of an earlier process. The actor slab is not touched."""
         with device_errors(Phase.IDLE, "open_run", self._arena.device):
             self._weights.open()
+        crash_point("reference.open.loaded")
         self._drop_boundaries()
         self.open_run_name = run
         return work.OpenRunResult(snapshot=snapshot)
@@ -88,6 +90,7 @@ class ReferenceEngine:
         """Notes the number: the reference reads no snapshot. The inode is that of its frozen weights."""
         self._check_open()
         self.bound_snapshot = snapshot
+        crash_point("reference.bind.done")
         return work.BindResult(snapshot, len(self._model.layout.tensors), {self._weights.device: self._weights.inode})
 
     @torch.inference_mode()
@@ -108,6 +111,7 @@ class ReferenceEngine:
                     hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
                     self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
                     hashes.append(inputs.hash())
+                    crash_point("reference.prefix.group")
                     context.progress(done, len(groups), "groups")
         self._report.at_barrier()
         return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
@@ -129,6 +133,7 @@ class ReferenceEngine:
                     samples += self._score(group, temperature)
                     if not keep_boundaries:
                         self._release(group.group_index)
+                    crash_point("reference.score.group")
                     context.progress(done, len(groups), "groups")
         self._report.at_barrier()
         return work.ScoreResult(tuple(samples) if self.rank == 0 else ())
@@ -138,6 +143,7 @@ class ReferenceEngine:
         released = self._drop_boundaries()
         if leave_snapshot:
             self.bound_snapshot = -1
+        crash_point("reference.quiesce.done")
         return work.QuiesceResult(released)
 
     def close(self) -> None:

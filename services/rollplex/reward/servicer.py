@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput
 from rollplex.reward.engine import RewardEngine, Sample, Scored
 from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
@@ -21,8 +22,10 @@ class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
                     context: grpc.aio.ServicerContext) -> reward_service_pb2.ScoreResponse:
         if not request.items:
             raise BadInput("a Score request needs at least one item", reason="NO_ITEMS")
+        crash_point("reward.score.received")
         samples = [_sample(item) for item in request.items]
         scored = await asyncio.to_thread(self._engine.score, samples)
+        crash_point("reward.score.computed")
         return reward_service_pb2.ScoreResponse(scores=[_score(result) for result in scored])
 
     async def DescribeReward(self, request: reward_service_pb2.DescribeRewardRequest,

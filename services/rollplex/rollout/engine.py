@@ -13,6 +13,7 @@ import numpy as np
 
 from rollplex.core import work
 from rollplex.core.config import AblationConfig, RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import Aborted, BadInput, InternalError, WrongState
 from rollplex.core.ids import sample_seed
 from rollplex.rollout.copies import SnapshotCopies
@@ -64,6 +65,7 @@ class Tally:
         if not samples:
             return
         self.context.samples(samples)
+        crash_point("rollout.samples.handed_on")
         before = self.done_count
         for sample in samples:
             self.response_tokens += len(sample.token_ids)
@@ -150,6 +152,7 @@ class RolloutEngine:
         with self._left_when_broken():
             bound, inodes = self._tokens.bind(snapshot)
         self.bound_snapshot = snapshot
+        crash_point("rollout.bind.done")
         return work.BindResult(snapshot, bound, inodes, copied_bytes)
 
     def generate(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup], sampling: work.Sampling, *,
@@ -167,6 +170,7 @@ class RolloutEngine:
         tally = Tally(context, groups)
         with self._left_when_broken(), self._kv_released():
             self._tokens.generate([_seeded(group, sampling.seed, iteration) for group in groups], sampling, tally)
+        crash_point("rollout.kv.released")
         hashes = tuple(tally.prompt_hashes[group.group_index] for group in groups)
         return work.GenerateResult(tally.prompt_tokens, tally.response_tokens, tally.seconds["prefill"],
                                    tally.seconds["decode"], hashes, tally.decode_steps, tally.decode_rows)
@@ -177,6 +181,7 @@ class RolloutEngine:
             released = self._release_kv()
         if leave_snapshot:
             self._leave()
+        crash_point("rollout.quiesce.done")
         return work.QuiesceResult(released)
 
     def close(self) -> None:

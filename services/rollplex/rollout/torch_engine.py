@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from rollplex.core import work
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import Aborted, DeadlineExceeded
 from rollplex.core.phases import Phase
 from rollplex.engine.device import device_errors
@@ -53,10 +54,12 @@ class TorchEngine:
                 tally.check()
                 with tally.timed("prefill"):
                     self._admit(waiting, batches, sampler, tally, sampling.deterministic)
+                crash_point("rollout.prefill.done")
                 finished = []
                 for batch in batches:
                     with tally.decoding(batch.row_count):
                         finished += batch.step()
+                    crash_point("rollout.decode.step")
                 if finished:
                     tally.finish(finished)
                     batches[:] = [batch for batch in batches if batch.row_count]

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from rollplex.core import checkpoints, work
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import Aborted, NotFound, RollplexError, WrongState, as_domain_error
 from rollplex.core.placement import ITEM_BYTES
 from rollplex.model import VisionLanguageModel
@@ -116,7 +117,9 @@ class DurableCheckpoints:
         try:
             with torch.no_grad(), self._own_stream():
                 size_bytes = self._write_weights(path / checkpoints.WEIGHTS, views, check)
+                crash_point("trainer.checkpoint.weights_written")
                 size_bytes += self._write_state(path, state, check)
+                crash_point("trainer.checkpoint.state_written")
             part = work.WrittenPart(size_bytes, self.digest(state), self._model.layout.dtype, state.layout.dtype)
         except BaseException as error:  # noqa: BLE001 - goes to whoever asks for the outcome
             future.set_exception(_as_ours(error, path))

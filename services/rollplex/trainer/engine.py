@@ -11,6 +11,7 @@ import torch
 
 from rollplex.core import work
 from rollplex.core.config import RunConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
@@ -93,12 +94,16 @@ class TrainerEngine:
             custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
             custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
                                  device if config.ablation.no_state_offload else "host")
+            crash_point("trainer.open.created")
         self._state = custody.RunState(self._session, self._model, layout, run, new=not attach, device=device,
                                        gradients=self._gradients_at)
         self._actor.open(run)
         self._config = config
         if not attach:
             self._actor.load(self._checkpoint, self._model.config, self._state.optimizer)
+            crash_point("trainer.open.loaded")
+        else:
+            crash_point("trainer.attach.done")
         if config.saved_activations == "offload":
             self._pool = PinnedPool.create(self._session, state_slab(run, self.rank, "offload"), self._pool_bytes, run=run,
                                            registered=is_cuda(device))
@@ -114,6 +119,7 @@ class TrainerEngine:
         if self._check_hashes:
             with self._together(Phase.UPDATE, "bind_snapshot"):
                 check_replicas(self._model.layout, self.communicator.all_gather(manifest_hashes(self._actor.own.views())))
+        crash_point("trainer.bind.done")
         return work.BindResult(snapshot, len(self._model.layout.tensors), {self._actor.device: inode})
 
     def require(self, run: str, snapshot: int | None = None) -> None:
@@ -144,6 +150,7 @@ class TrainerEngine:
                 inputs = self._reader.read(group)
                 self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
                 hashes.append(inputs.hash())
+                crash_point("trainer.prefix.group")
                 context.progress(done, len(groups), "groups")
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
@@ -167,6 +174,7 @@ class TrainerEngine:
                 samples += runner.score(self._prefixes.get(group.group_index), group, temperature)
                 if not keep_boundaries:
                     self._prefixes.release(group.group_index)
+                crash_point("trainer.old_logprob.group")
                 context.progress(done, len(groups), "groups")
             self._report.send()
             return work.ScoreResult(tuple(samples))
@@ -193,6 +201,7 @@ class TrainerEngine:
                 context.check()
                 metrics.merge(runner.train(self._prefixes.get(group.group_index), group, scale))
                 self._prefixes.release(group.group_index)
+                crash_point("trainer.suffix.group")
                 context.progress(done, len(ordered), "groups")
             self._report.send()
             return work.SuffixResult(metrics.result())
@@ -215,6 +224,7 @@ class TrainerEngine:
                     state.gradients.check_replicas()
             self._stage = GradientStage.MEASURED
             norm = state.gradients.norm()
+            crash_point("trainer.norm.measured")
             return work.GradientResult(norm, math.isfinite(norm))
 
     def apply_update(self, context: work.WorkContext, order: work.UpdateOrder) -> work.UpdateResult:
@@ -242,6 +252,7 @@ class TrainerEngine:
         self._prefixes.release_all()
         self.bound_snapshot = -1
         self._actor.bind_for_update(order.update_epoch)
+        crash_point("trainer.update.bound")
 
         def after_chunk(done: int, total: int) -> None:
             context.progress(done, total, "chunks")
@@ -254,11 +265,13 @@ class TrainerEngine:
                 with self._arena.hold("optimizer_state", Residency.HBM, update.working_bytes):
                     result = update.run(order, after_chunk)
                 del update
+            crash_point("trainer.update.step_finished")
         finally:
             self._actor.unbind()
         self._discard_gradients()
         release_cached(self._device)
         self._report.send()
+        crash_point("trainer.update.left")
         return result
 
     def export_checkpoint(self, context: work.WorkContext, path: Path) -> work.CheckpointResult:
@@ -276,7 +289,9 @@ class TrainerEngine:
         the end. Raises WrongState while an update is half applied."""
         self._require_bound()
         self._require_whole()
-        return work.CheckpointResult(str(path), self.durable.begin(path, self._views, self._require_state().optimizer))
+        size_bytes = self.durable.begin(path, self._views, self._require_state().optimizer)
+        crash_point("trainer.checkpoint.begun")
+        return work.CheckpointResult(str(path), size_bytes)
 
     def restore_checkpoint(self, context: work.WorkContext, path: Path, optimizer_step: int, layout_digest: str
                            ) -> work.CheckpointResult:
@@ -299,6 +314,7 @@ class TrainerEngine:
             self.bound_snapshot = -1
         release_cached(self._device)
         self._report.send()
+        crash_point("trainer.quiesce.done")
         return work.QuiesceResult(released)
 
     def close(self) -> None:

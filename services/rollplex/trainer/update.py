@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rollplex.core.config import OptimizerConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import WrongState
 from rollplex.core.work import UpdateOrder, UpdateResult
 from rollplex.model import module_of
@@ -75,22 +76,28 @@ class StreamedUpdate:
             for place in range(count + 2 * lag if count else 0):
                 if place < count:
                     work[place] = self._load(place)
+                    crash_point("trainer.update.chunk_loaded")
                 if (index := place - lag) in work and index in stale:
                     self._compute(index, work[index], order)
+                    crash_point("trainer.update.chunk_computed")
                     self._unflipped[index] = self._write_back(index, work[index])
+                    crash_point("trainer.update.chunk_written")
                 if (index := place - 2 * lag) not in work:
                     continue
                 if index in stale:
                     self._pipeline.wait_written(index)
                     state.flip(index, self._unflipped.pop(index), order.optimizer_step)
+                    crash_point("trainer.update.chunk_flipped")
                     elements = chunks[index].element_count
                     moved += 2 * 3 * elements * self._dtype.itemsize
                     peak = max(peak, self._pipeline.peak_bytes(elements))
                 self._cast(index, work.pop(index)[0])
+                crash_point("trainer.update.chunk_cast")
                 after_chunk(index + 1, count)
         finally:
             # Nothing may still be read or written once slabs are unmapped, or the order is given again.
             self._pipeline.drain()
+        crash_point("trainer.update.chunks_done")
         state.finish_step(order.optimizer_step)
         return UpdateResult(count, moved, peak)
 
