@@ -211,7 +211,9 @@ class Custody:
         self.ledger.report(self.sessions.get(secret).name, entries)
 
     def get_ledger(self, run: str) -> Ledger:
-        return Ledger(self.ledger.rows(run), self.ledger.peak_rows(run), self.host_limit_bytes, self.slabs.host_bytes)
+        counts = {"slabs": len(self.slabs.by_name), "leases": len(self.leases.by_id), "tickets": len(self.tickets.claims),
+                  "sessions": len(self.sessions.by_secret), "former_sessions": len(self.sessions.former)}
+        return Ledger(self.ledger.rows(run), self.ledger.peak_rows(run), self.host_limit_bytes, self.slabs.host_bytes, counts)
 
     def records(self) -> list[Record]:
         """Everything that a successor needs."""

@@ -89,7 +89,8 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
     async def GetLedger(self, request: pb.GetLedgerRequest, context: aio.ServicerContext) -> pb.GetLedgerResponse:
         ledger = self._custody.get_ledger(request.run)
         return pb.GetLedgerResponse(rows=_rows(ledger.rows), peaks=_rows(ledger.peaks),
-                                    host_limit_bytes=ledger.host_limit_bytes, host_slab_bytes=ledger.host_slab_bytes)
+                                    host_limit_bytes=ledger.host_limit_bytes, host_slab_bytes=ledger.host_slab_bytes,
+                                    counts=ledger.counts)
 
 
 def _optional(request: Message, name: str) -> int | None:

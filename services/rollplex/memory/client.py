@@ -202,7 +202,8 @@ class BrokerSession:
     def ledger(self, run: str = "") -> Ledger:
         answer = self._ask(self._stub.GetLedger, lambda _: pb.GetLedgerRequest(run=run))
         rows, peaks = ([from_proto(LedgerRow, row) for row in part] for part in (answer.rows, answer.peaks))
-        return Ledger(tuple(rows), tuple(peaks), answer.host_limit_bytes, answer.host_slab_bytes)
+        return Ledger(tuple(rows), tuple(peaks), answer.host_limit_bytes, answer.host_slab_bytes,
+                      dict(answer.counts))
 
     def close(self) -> None:
         """Says that nothing is mapped any more and ends the session with its leases. Idempotent."""

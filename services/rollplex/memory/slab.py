@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,5 @@ class Ledger:
     """Host bytes that slabs may take in all; 0: no limit."""
     host_slab_bytes: int
     """Host bytes in slabs now, announced ones included."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """`slabs`, `leases`, `sessions`, `former_sessions` and `tickets` that there are now, of all runs."""
