@@ -19,7 +19,16 @@ from rollplex.rpc.channel import check_address, sync_channel
 from rollplex.rpc.credentials import client_side, server_side
 from rollplex_client.cli.fit import check_fits
 from rollplex_client.cli.mps_control import find_control
-from rollplex_client.cli.programs import EFFECTIVE_CONFIG, MPS, STOP_MARGIN_S, Program, log_path, programs, write_files
+from rollplex_client.cli.programs import (
+    EFFECTIVE_CONFIG,
+    MPS,
+    STOP_MARGIN_S,
+    WATCHDOG,
+    Program,
+    log_path,
+    programs,
+    write_files,
+)
 from rollplex_client.cli.settings import Settings, merged
 from rollplex_client.cli.supervision import Process, Supervisor, claimed, listener_pid, start
 
@@ -85,7 +94,8 @@ class HealthProbe:
         self._programs = programs(settings)
         self._channels = {program.name: sync_channel(settings.mesh.address(program.name))
                           for program in self._programs if program.serves_grpc}
-        self._sockets = {"keeper": settings.mesh.keeper_socket, MPS: settings.mesh.mps_socket}
+        self._sockets = {"keeper": settings.mesh.keeper_socket, MPS: settings.mesh.mps_socket,
+                         WATCHDOG: settings.mesh.watchdog_socket}
         """Of what serves no gRPC."""
 
     def ask(self) -> dict[str, str]:

@@ -25,6 +25,7 @@ CUSTODY = ("keeper", "broker")
 """They stop last: engines give their slabs back when they end."""
 MPS = "mps"
 """It stops with them: engines compute until they end."""
+WATCHDOG = "watchdog"
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 STOP_MARGIN_S = 5
@@ -60,7 +61,10 @@ def programs(settings: Settings) -> list[Program]:
                    for rank in range(settings.mesh.ranks(role))]
     if coordinator.builtin_reward:
         wanted.append(Program("reward", "rollplex.reward", "reward"))
-    return [*wanted, Program("coordinator", "rollplex.coordinator", "coordinator")]
+    wanted.append(Program("coordinator", "rollplex.coordinator", "coordinator"))
+    if settings.mesh.stall_timeout_s or settings.mesh.hang_timeout_s:
+        wanted.append(Program(WATCHDOG, "rollplex_client.cli.watchdog", "mesh", serves_grpc=False))
+    return wanted
 
 
 def service_config(settings: Settings) -> dict[str, Any]:

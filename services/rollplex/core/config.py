@@ -281,6 +281,12 @@ class MeshSection:
     prefix_sm_percent: int = 70
     """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
     `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
+    stall_timeout_s: float = 10.0
+    """How long a process of the mesh may be stopped (SIGSTOP) before the watchdog kills it, and it is started again; one that a
+    debugger has stopped is left alone. 0: for ever."""
+    hang_timeout_s: float = 120.0
+    """How long a service that has served may leave its gRPC health unanswered before the watchdog kills it; an engine may hold
+    the interpreter while it compiles. 0: for ever."""
 
     def __post_init__(self) -> None:
         _one_of("sharing", self.sharing, tuple(POLICIES))
@@ -288,7 +294,7 @@ class MeshSection:
             raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("hbm_budget_gib", "hbm_runtime_gib"):
+        for name in ("hbm_budget_gib", "hbm_runtime_gib", "stall_timeout_s", "hang_timeout_s"):
             _at_least(name, getattr(self, name), 0)
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
@@ -373,6 +379,11 @@ class MeshSection:
     def keeper_socket(self) -> Path:
         """Where the keeper takes and gives back duplicates."""
         return self.runtime_dir / "keeper.sock"
+
+    @property
+    def watchdog_socket(self) -> Path:
+        """Where the watchdog shows that it lives."""
+        return self.runtime_dir / "watchdog.sock"
 
     @property
     def mps_socket(self) -> Path:
