@@ -6,7 +6,7 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -22,6 +22,7 @@ from rollplex_client.cli.mps_control import find_control
 from rollplex_client.cli.programs import (
     EFFECTIVE_CONFIG,
     MPS,
+    NO_MODULES,
     STOP_MARGIN_S,
     WATCHDOG,
     Program,
@@ -119,8 +120,9 @@ class HealthProbe:
             channel.close()
 
 
-def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None) -> Supervisor:
-    """Starts every service and returns when all serve; on failure nothing is left running.
+def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None = None,
+             modules: Mapping[str, str] = NO_MODULES) -> Supervisor:
+    """Starts every service and returns when all serve; on failure nothing is left running. `modules`: as write_files.
 
     Raises OutOfMemory for what cannot fit, BadInput for a directory or port in use and for a checkpoint that cannot be
     served, Unavailable when a service exits (with the end of its log), DeadlineExceeded.
@@ -134,7 +136,7 @@ def bring_up(settings: Settings, *, timeout_s: float, on_health: OnHealth | None
     supervisor = Supervisor(runtime_dir)
     with claimed(runtime_dir):
         check_ports(settings)
-        start(runtime_dir, write_files(settings))
+        start(runtime_dir, write_files(settings, modules))
     try:
         wait_until_serving(settings, supervisor, timeout_s=timeout_s, on_health=on_health)
     except BaseException:

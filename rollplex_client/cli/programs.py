@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollplex.core.errors import BadInput
@@ -26,6 +28,7 @@ CUSTODY = ("keeper", "broker")
 MPS = "mps"
 """It stops with them: engines compute until they end."""
 WATCHDOG = "watchdog"
+NO_MODULES: Mapping[str, str] = MappingProxyType({})
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 STOP_MARGIN_S = 5
@@ -86,17 +89,18 @@ def log_path(runtime_dir: Path, name: str) -> Path:
     return runtime_dir / "logs" / f"{name}.log"
 
 
-def write_files(settings: Settings) -> Path:
-    """Writes effective.toml and supervisord.conf into the runtime directory; returns the latter."""
+def write_files(settings: Settings, modules: Mapping[str, str] = NO_MODULES) -> Path:
+    """Writes effective.toml and supervisord.conf into the runtime directory; returns the latter. `modules`: what programs run
+    instead of their own, by name."""
     runtime_dir = settings.mesh.runtime_dir
     (runtime_dir / "logs").mkdir(mode=0o700, exist_ok=True)
     (runtime_dir / EFFECTIVE_CONFIG).write_text(to_toml(service_config(settings)))
     path = runtime_dir / SUPERVISOR_CONFIG
-    path.write_text(supervisor_config(settings))
+    path.write_text(supervisor_config(settings, modules))
     return path
 
 
-def supervisor_config(settings: Settings) -> str:
+def supervisor_config(settings: Settings, modules: Mapping[str, str] = NO_MODULES) -> str:
     """The text of supervisord.conf."""
     runtime_dir = settings.mesh.runtime_dir
     sections = [
@@ -112,7 +116,8 @@ def supervisor_config(settings: Settings) -> str:
     sections += [(f"group:{group}", {"programs": ",".join(members), "priority": priority}) for group, priority, members in
                  (("custody", 1, [name for name in names if name in last]),
                   ("work", 2, [name for name in names if name not in last]))]
-    sections += [(f"program:{program.name}", _program_options(settings, program, order))
+    sections += [(f"program:{program.name}", _program_options(
+        settings, replace(program, module=modules.get(program.name, program.module)), order))
                  for order, program in enumerate(programs(settings))]
     return "\n".join(f"[{name}]\n" + "".join(f"{key}={_escape(value)}\n" for key, value in options.items())
                      for name, options in sections)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput
-from rollplex.reward.engine import RewardEngine, Sample, Scored
+from rollplex.reward.engine import Sample, Scored
 from rollplex.v1 import reward_service_pb2, reward_service_pb2_grpc
+
+
+class Scorer(Protocol):
+    """RewardEngine, or what stands in for it."""
+
+    def score(self, samples: Sequence[Sample]) -> list[Scored]: ...
 
 
 class RewardServicer(reward_service_pb2_grpc.RewardServiceServicer):
     """Rules run in a thread, so that a long batch delays nobody else's call."""
 
-    def __init__(self, name: str, engine: RewardEngine) -> None:
+    def __init__(self, name: str, engine: Scorer) -> None:
         self._name, self._engine = name, engine
 
     async def Score(self, request: reward_service_pb2.ScoreRequest,
