@@ -76,13 +76,14 @@ def test_an_absent_fact_is_a_difference():
 
 def test_configuration_explains_a_layout():
     one = described("coordinator", **{MODEL: {"model.dtype": "float32"}, LAYOUT: {"w": "float32"}, PROTOS: {"A.b": "int64 = 1"}})
-    other = described("trainer-0", **{MODEL: {"model.dtype": "bfloat16"}, LAYOUT: {"w": "bfloat16"}, PROTOS: {"A.b": "int64 = 2"}})
+    other = described("a", **{MODEL: {"model.dtype": "bfloat16"}, LAYOUT: {"w": "bfloat16"}, PROTOS: {"A.b": "int64 = 2"}})
     assert unlike(one, other) == MODEL
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 200])
 def test_a_long_list_is_cut_and_counted(count):
-    one, other = (described(name, layout={f"t{index:03}": value for index in range(count)}) for name, value in (("a", "x"), ("b", "y")))
+    one, other = (described(name, layout={f"t{index:03}": value for index in range(count)})
+                  for name, value in (("a", "x"), ("b", "y")))
     text = str(mismatch(LAYOUT, one, other))
     assert text.count(" in a, ") == min(count, 8)
     assert ("and " in text and f"; and {count - 8} more" in text) == (count > 8)
