@@ -23,6 +23,7 @@ from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.server import build
 from rollplex.core import work
+from rollplex.core.compatibility import digest
 from rollplex.core.config import MeshSection, ModelSection, RunConfig
 from rollplex.core.errors import NotFound, as_domain_error
 from rollplex.core.ids import actor_slab, state_slab
@@ -61,13 +62,17 @@ class Stub:
     """A replica's number for rollout."""
     tensor_parallel_size: int = 1
     devices: tuple[int, ...] = ()
-    layout_hash: str = "stub"
+    layout_facts: dict[str, str] = field(default_factory=lambda: {"slab.dtype": "float32"})
     open_run_name: str = ""
     bound_snapshot: int = -1
     calls: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
     communicator: StubCommunicator = field(default_factory=StubCommunicator)
+
+    @property
+    def layout_hash(self) -> str:
+        return digest(self.layout_facts)
 
     def __post_init__(self) -> None:
         """For what a role keeps beside the above."""

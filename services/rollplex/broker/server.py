@@ -14,6 +14,7 @@ from rollplex.broker.keeper_link import KeeperLink
 from rollplex.broker.nvml import device_meter
 from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
+from rollplex.core.compatibility import config_facts
 from rollplex.core.host_memory import default_host_limit_bytes
 from rollplex.rpc.handles import allow_most_fds
 from rollplex.rpc.runtime_dir import prepare_runtime_dir
@@ -71,4 +72,5 @@ async def main(config: BrokerConfig) -> None:
     broker = Broker(config)
     broker.recover()
     await serve("broker", config.mesh.address("broker"), lambda server: add_broker(broker.custody, server),
-                drain_timeout_s=config.mesh.drain_timeout_s, on_ready=broker.start, on_drain=broker.close)
+                drain_timeout_s=config.mesh.drain_timeout_s, on_ready=broker.start, on_drain=broker.close,
+                subjects=config_facts(config.mesh))

@@ -11,13 +11,14 @@ from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import check_one_actor
+from rollplex.coordinator.compatibility import Admission
 from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
 from rollplex.coordinator.records import Run
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import MeshSection, RunConfig
 from rollplex.core.crash_points import crash_point
-from rollplex.core.errors import InternalError, WrongState
+from rollplex.core.errors import InternalError
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME
@@ -42,12 +43,14 @@ class Copied:
 class Mesh:
     """All peers of the coordinator but the rewards."""
 
-    def __init__(self, mesh: MeshSection, session: BrokerSession, planner: Planner | None = None) -> None:
+    def __init__(self, mesh: MeshSection, session: BrokerSession, planner: Planner | None = None,
+                 admission: Admission | None = None) -> None:
         """Without a `planner` the broker is not told what phases need, and checks what is held alone."""
         def addresses(role: str) -> dict[str, str]:
             return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(mesh.ranks(role))}
 
-        self.topology = mesh.topology
+        self.topology, self._broker_address = mesh.topology, mesh.address("broker")
+        self.admission, self._admitted_broker = admission or Admission({}), 0
         self.phase = Phase.IDLE
         """The one that was entered last."""
         self.trainer = EngineGroup("trainer", addresses("trainer"), trainer_service_pb2_grpc.TrainerServiceStub)
@@ -55,6 +58,8 @@ class Mesh:
                                      reference_service_pb2_grpc.ReferenceServiceStub)
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
                          for name, address in addresses("rollout").items()]
+        for group in self.groups:
+            group.admit = self.admission.admit
         self._session, self._planner = session, planner
         self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
 
@@ -107,7 +112,10 @@ class Mesh:
         """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
-        self._check_same_layout(with_reference)
+        await self.admission.same_layout([rank for group in self.used_groups(with_reference) for rank in group.ranks])
+        if self._session.generation != self._admitted_broker:
+            await self.admission.admit_address("broker", self._broker_address)
+            self._admitted_broker = self._session.generation
 
     async def open_run(self, run: Run, timeout_s: float, with_reference: bool, restore: Checkpoint | None = None) -> None:
         """Starts a run: the trainer makes snapshot 0 from the model's checkpoint, or what `restore` holds, and the others open
@@ -125,6 +133,7 @@ class Mesh:
         await together(*(
             group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
+        await self.admission.run_opened(run.name, self.trainer.ranks[0])
         await self.bind(run, timeout_s, with_reference)
 
     async def _leave_former_run(self, place: Place) -> None:
@@ -138,6 +147,7 @@ class Mesh:
         """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
         groups = self.used_groups(with_reference)
         await self.join(with_reference)
+        await self.admission.fits_run(run.name, self.trainer.ranks[0])
         await self._register_snapshot(run)
         for group in groups:
             if any(state.open_run != run.name for state in group.states):
@@ -193,13 +203,6 @@ class Mesh:
         await together(*(
             group.command(orders.quiesce(leave_snapshot=leave_snapshot), place)
             for group in groups))
-
-    def _check_same_layout(self, with_reference: bool) -> None:
-        layouts = {state.layout_hash: state.role for group in self.used_groups(with_reference)
-                   for state in group.states}
-        if len(layouts) > 1:
-            raise WrongState(f"engines hold different models or layouts: {layouts}; give all the same [model] section",
-                             reason="LAYOUT_MISMATCH")
 
     async def close(self) -> None:
         for group in self.groups:
