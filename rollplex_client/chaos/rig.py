@@ -141,7 +141,7 @@ class Rig:
             if health and all(state == "SERVING" for state in health.values()) and self.pids() == pids:
                 return pids
             if time.monotonic() > deadline:
-                missing = [name for name in SERVICES if name not in pids] or [f"{k} {v}" for k, v in health.items() if v != "SERVING"]
+                missing = [name for name in SERVICES if name not in pids or health.get(name) != "SERVING"]
                 raise DeadlineExceeded(f"after {timeout_s:g} s not back: {', '.join(missing)}", reason="MESH_NOT_WHOLE")
             time.sleep(POLL_S)
 
@@ -186,7 +186,7 @@ class Rig:
         return self.client.wait(handle, give_up_s=GIVE_UP_S)
 
     def ended(self, iteration: int) -> Ended:
-        """What the newest ended iteration, whose number this is, has come to; after its durable checkpoint, if that is written."""
+        """What the newest ended iteration, whose number this is, has come to; after its durable checkpoint, if any."""
         files: dict[str, str] = {}
         with contextlib.suppress(NotFound):
             found = self._until_answered(lambda: self.client.durable_checkpoint(self.run))

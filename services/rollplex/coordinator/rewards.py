@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.records import RewardRegistration
-from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, RollplexError, Unavailable
 from rollplex.core.tcp_security import TcpSecurity
 from rollplex.rpc.channel import aio_channel, check_address
@@ -153,8 +152,20 @@ class RewardClient:
         raise Unavailable("no try was made")
 
 
-OnScored = Callable[[ScoreInput, float | None, dict[str, float], str], None]
-"""Gets the item, the weighted sum (None: unscored), the parts by reward, and why it is unscored."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all rewards together said of one sample."""
+
+    item: ScoreInput
+    reward: float | None
+    """Weighted sum; None: unscored."""
+    parts: dict[str, float]
+    """By reward."""
+    error: str
+    """Why it is unscored."""
+
+
+OnScored = Callable[[Sequence[Verdict]], Awaitable[None]]
 
 
 class RewardDesk:
@@ -189,6 +200,7 @@ class RewardDesk:
 
     async def _score(self, items: Sequence[ScoreInput]) -> None:
         by_reward = await asyncio.gather(*(client.score(items) for client in self._clients))
+        verdicts = []
         for index, item in enumerate(items):
             total, parts, errors = 0.0, {}, []
             for client, outcomes in zip(self._clients, by_reward):
@@ -199,8 +211,8 @@ class RewardDesk:
                 else:
                     parts[name] = outcome.value
                     total += client.registration.weight * outcome.value
-            self._on_scored(item, None if errors else total, parts, "; ".join(errors))
-        crash_point("coordinator.reward.scored")
+            verdicts.append(Verdict(item, None if errors else total, parts, "; ".join(errors)))
+        await self._on_scored(verdicts)
 
 
 async def describe(registration: RewardRegistration, timeout_s: float) -> str:

@@ -127,6 +127,7 @@ POINTS: dict[str, Point] = {
         sample__received="finished samples have come and are not in the journal",
         sample__committed="finished samples are in the journal, no reward has seen them",
         reward__scored="a batch is scored in memory only",
+        reward__journalled="a batch's scores are in the journal",
         responses__journalled="all responses are in the journal with their rewards, the KV is not released",
         advantages__journalled="reference log-probabilities and advantages are there",
         suffix__done=Point("coordinator", "a mini-batch's gradients are summed", times=2),
