@@ -13,7 +13,7 @@ from rollplex.core.crash_points import POINTS
 from rollplex.core.errors import RollplexError
 from rollplex_client.chaos import leaks
 from rollplex_client.chaos.cells import UNREACHED, Cell
-from rollplex_client.chaos.rig import SETTLE_TIMEOUT_S, Ended, Rig
+from rollplex_client.chaos.rig import Ended, Rig
 from rollplex_client.results import IterationHandle
 
 REFERENCE_ITERATIONS = 12
@@ -93,7 +93,7 @@ class Drill:
         bystanders = [name for name, pid in pids.items() if now[name] != pid and name not in self._may_die(cell)]
         if bystanders:
             return Outcome.FAILED, f"also restarted: {', '.join(bystanders)}"
-        leaked = self._leaks(now)
+        leaked = self.leaks(now)
         return (Outcome.FAILED, "; ".join(leaked)) if leaked else (Outcome.SURVIVED, "")
 
     @staticmethod
@@ -120,16 +120,17 @@ class Drill:
             rig.iterations = len(self.expected)
             return ""
         rig.finish(handle)
-        return self._compare(handle, number)
+        return self.compare(handle, number)
 
-    def _compare(self, handle: IterationHandle, number: int) -> str:
+    def compare(self, handle: IterationHandle, number: int) -> str:
+        """How the iteration's end differs from the unfaulted run's; empty when it does not."""
         found, wanted = self._rig.ended(number), self.expected[number]
         if found.weights != wanted.weights:
             return f"{handle.run}, iteration {number}: the snapshot is not the unfaulted run's"
         differing = [name for name in found.checkpoint if found.checkpoint[name] != wanted.checkpoint.get(name)]
         return f"{handle.run}, iteration {number}: the checkpoint's {', '.join(differing)} differ" if differing else ""
 
-    def _leaks(self, pids: Mapping[str, int]) -> list[str]:
+    def leaks(self, pids: Mapping[str, int]) -> list[str]:
         """What is there that was not there on the idle mesh; successors of processes are compared with these."""
         before = leaks.Snapshot({name: dataclasses.replace(counts, pid=pids[name])
                                  for name, counts in self.baseline.processes.items()}, self.baseline.custody)
@@ -156,5 +157,3 @@ def carry_out(rig: Rig, drill: Drill, cells: Sequence[Cell], on_verdict: Callabl
                 rig.start()
     return verdicts
 
-
-__all__ = ["LEAK_TIMEOUT_S", "REFERENCE_ITERATIONS", "SETTLE_TIMEOUT_S", "Drill", "Outcome", "Verdict", "carry_out"]

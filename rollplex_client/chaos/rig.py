@@ -38,6 +38,7 @@ from rollplex_client.sync import Client
 T = TypeVar("T")
 
 REWARD = "video_r1"
+REWARD_MODULE = "rollplex_client.chaos.reward"
 REWARD_RETRIES = 8
 """Enough to outlast a restart of the reward: a sample without a score would change what is learned."""
 PARAMETERS = 650_000
@@ -103,7 +104,7 @@ class Rig:
         before = os.environ.get(ENVIRONMENT)
         os.environ[ENVIRONMENT] = str(self.armed)
         try:
-            self._supervisor = bring_up(self.settings, timeout_s=START_TIMEOUT_S, modules={"reward": "rollplex_client.chaos.reward"})
+            self._supervisor = bring_up(self.settings, timeout_s=START_TIMEOUT_S, modules={"reward": REWARD_MODULE})
         finally:
             os.environ.pop(ENVIRONMENT)
             if before is not None:

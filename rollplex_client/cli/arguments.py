@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from rollplex_client.cli.bench_arguments import add_bench
+from rollplex_client.cli.chaos_arguments import add_chaos
 
 SCHEDULES = ("serial", "overlap", "disaggregated")
 ABLATIONS = ("no_state_offload", "rollout_resident", "unchunked_optimizer", "no_weight_sharing")
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_commands(add)
     _add_planning_commands(add)
     add_bench(add)
+    add_chaos(add)
     config = add("config", "config_command:show", "Print the effective configuration.")
     what = config.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="only check it")
