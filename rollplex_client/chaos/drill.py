@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from rollplex.core.crash_points import POINTS
 from rollplex.core.errors import RollplexError
@@ -20,6 +24,9 @@ REFERENCE_ITERATIONS = 12
 """Of the unfaulted run; a run with faults is as long at most."""
 LEAK_TIMEOUT_S = 10.0
 """How long what fades by itself (connections, sessions that are buried) may take."""
+
+POOL_THREADS = Counter({Path(sys.executable).name[:15]: min(32, (os.cpu_count() or 1) + 4)})
+"""asyncio's own pool starts threads when work comes together, up to so many, and keeps them."""
 
 
 class Outcome(StrEnum):
@@ -44,17 +51,17 @@ class Drill:
     """`reference` first; then `run` a cell at a time."""
 
     def __init__(self, rig: Rig) -> None:
-        self._rig = rig
+        self.rig = rig
         self.expected: list[Ended] = []
         self.baseline = leaks.Snapshot({})
 
     def reference(self, iterations: int = REFERENCE_ITERATIONS) -> None:
         """The unfaulted run, and what an idle mesh holds after it."""
-        self._rig.new_run()
+        self.rig.new_run()
         for number in range(iterations):
-            self._rig.finish(self._rig.submit())
-            self.expected.append(self._rig.ended(number))
-        self.baseline = self._rig.counts(self._rig.wait_whole())
+            self.rig.finish(self.rig.submit())
+            self.expected.append(self.rig.ended(number))
+        self.baseline = self.rig.counts(self.rig.wait_whole())
 
     def run(self, cell: Cell) -> Verdict:
         """Never raises RollplexError: it is the verdict's reason."""
@@ -65,14 +72,14 @@ class Drill:
             outcome, reason = Outcome.FAILED, f"{error.reason}: {error}"
         finally:
             for point in POINTS:
-                self._rig.disarm(point)
+                self.rig.disarm(point)
         if outcome is Outcome.FAILED:
             # The run may be spoilt: what comes next does not stand on it.
-            self._rig.iterations = REFERENCE_ITERATIONS
+            self.rig.iterations = len(self.expected)
         return Verdict(cell, outcome, time.monotonic() - began, reason)
 
     def _carry_out(self, cell: Cell) -> tuple[Outcome, str]:
-        rig = self._rig
+        rig = self.rig
         pids = rig.wait_whole()
         if not cell.opens and (not rig.run or rig.iterations >= len(self.expected)):
             rig.new_run()
@@ -103,7 +110,7 @@ class Drill:
 
     def _iterate(self, cell: Cell) -> str:
         """Runs the iteration, and the next one where the first is to fail; what is wrong with it."""
-        rig = self._rig
+        rig = self.rig
         number = rig.iterations
         handle = rig.submit()
         if cell.then:
@@ -124,7 +131,7 @@ class Drill:
 
     def compare(self, handle: IterationHandle, number: int) -> str:
         """How the iteration's end differs from the unfaulted run's; empty when it does not."""
-        found, wanted = self._rig.ended(number), self.expected[number]
+        found, wanted = self.rig.ended(number), self.expected[number]
         if found.weights != wanted.weights:
             return f"{handle.run}, iteration {number}: the snapshot is not the unfaulted run's"
         differing = [name for name in found.checkpoint if found.checkpoint[name] != wanted.checkpoint.get(name)]
@@ -132,10 +139,11 @@ class Drill:
 
     def leaks(self, pids: Mapping[str, int]) -> list[str]:
         """What is there that was not there on the idle mesh; successors of processes are compared with these."""
-        before = leaks.Snapshot({name: dataclasses.replace(counts, pid=pids[name])
-                                 for name, counts in self.baseline.processes.items()}, self.baseline.custody)
+        before = leaks.Snapshot({
+            name: dataclasses.replace(counts, pid=pids[name], threads=counts.threads + POOL_THREADS)
+            for name, counts in self.baseline.processes.items()}, self.baseline.custody)
         deadline = time.monotonic() + LEAK_TIMEOUT_S
-        while (found := leaks.difference(before, self._rig.counts(pids))) and time.monotonic() < deadline:
+        while (found := leaks.difference(before, self.rig.counts(pids))) and time.monotonic() < deadline:
             time.sleep(0.2)
         return found
 
