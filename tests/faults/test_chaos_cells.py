@@ -111,7 +111,8 @@ class FakeRig:
         return Ended(str(number) if self.weights is None else self.weights, self.files)
 
     def counts(self, pids):
-        return Snapshot({name: ProcessCounts(pid, Counter(socket=self.sockets), Counter(), Counter()) for name, pid in pids.items()})
+        held = Counter(socket=self.sockets), Counter(), Counter()
+        return Snapshot({name: ProcessCounts(pid, *held) for name, pid in pids.items()})
 
     def log_ends(self):
         return {"trainer-0": "last words"}

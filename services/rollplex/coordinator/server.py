@@ -44,7 +44,7 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
     loop = asyncio.get_running_loop()
     session = await loop.run_in_executor(None, lambda: BrokerSession.connect(
         mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
-    journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite")
+    journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite", config.journal_full_wait_s)
     recordings = Recordings.open(journal, config.replay_journal)
     shapes = await loop.run_in_executor(None, read_shapes, model.checkpoint)
     peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype), Admission(config_facts(mesh, model)))

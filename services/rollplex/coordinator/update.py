@@ -14,7 +14,7 @@ from rollplex.coordinator.peers import Place, together
 from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
 from rollplex.core.crash_points import crash_point
-from rollplex.core.errors import RollplexError
+from rollplex.core.errors import RollplexError, Unavailable
 from rollplex.core.learning_rate import learning_rate_factor
 from rollplex.core.phases import Phase, PhaseEvent
 from rollplex.core.work import GradientResult, UpdateOrder
@@ -74,7 +74,7 @@ async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult
     try:
         await work.journal.begin_update(run.name, record)
         crash_point("coordinator.update.begun")
-    except sqlite3.Error:
+    except (sqlite3.Error, Unavailable):
         work.update_begun = False
         raise
     try:
