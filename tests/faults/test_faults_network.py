@@ -38,7 +38,10 @@ def trained(mesh, client, directory, iterations=2):
 @pytest.fixture(scope="module")
 def undisturbed(mesh, tmp_path_factory):
     with mesh.client as client:
-        return trained(mesh, client, tmp_path_factory.mktemp("plain"))
+        start = trained(mesh, client, tmp_path_factory.mktemp("start"), iterations=0)
+        found = trained(mesh, client, tmp_path_factory.mktemp("plain"))
+    assert sum(found[name] != start[name] for name in found) > len(found) // 2
+    return found
 
 
 def test_every_command_twice_the_second_one_late_and_out_of_order(mesh, client, proxies, undisturbed, tmp_path):

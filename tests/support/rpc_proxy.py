@@ -121,7 +121,7 @@ class RpcProxy:
                 await self._open.wait()
                 yield message
         except grpc.RpcError as error:
-            await context.abort(error.code(), error.details(), error.trailing_metadata())
+            await context.abort(error.code(), error.details(), tuple(error.trailing_metadata()))
         finally:
             call.cancel()
 
@@ -130,7 +130,7 @@ async def _forward(call, context: aio.ServicerContext) -> bytes:
     try:
         return await call
     except grpc.RpcError as error:
-        await context.abort(error.code(), error.details(), error.trailing_metadata())
+        await context.abort(error.code(), error.details(), tuple(error.trailing_metadata()))
         raise AssertionError("abort raises") from error
 
 

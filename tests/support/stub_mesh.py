@@ -257,7 +257,8 @@ class StubMesh:
     kill: Callable
     """(service name): its connections break and it serves no more."""
     replace: Callable
-    """(service name): another process of that name serves, which knows of nothing. Returns its engine."""
+    """(service name): another process of that name serves, which knows of nothing; `changes` of its fields. Returns
+    its engine."""
 
     @property
     def rollout(self) -> StubRollout:
@@ -284,32 +285,33 @@ class StubMesh:
 
 
 @asynccontextmanager
-async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None, **sizes: int):
+async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None, *,
+                    host_limit_bytes: int = 0, **sizes: int):
     """Starts everything, the stub reward registered as "stub". `sizes`: more of [mesh], as train_tensor_parallel."""
     mesh = MeshSection(runtime_dir=runtime_dir, drain_timeout_s=0.2, **sizes)
     model = ModelSection(checkpoint=checkpoint)
     config = config or CoordinatorConfig(builtin_reward="")
-    broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
+    broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=host_limit_bytes)))
     servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
     await broker.start()
     await servers[0].ready()
     engines: dict[str, Stub] = {}
     running: dict[str, RunningServer] = {}
 
-    async def start(role: str, index: int) -> None:
+    async def start(role: str, index: int, **changes) -> None:
         name, (kind, add) = f"{role}-{index}", ROLES[role]
         devices = mesh.topology.replica_devices(index) if role == "rollout" else (index,)
         ranks = 1 if role == "rollout" else mesh.ranks(role)
-        engines[name] = kind(role, mesh, rank=index, tensor_parallel_size=ranks, devices=devices)
+        engines[name] = kind(role, mesh, rank=index, tensor_parallel_size=ranks, devices=devices, **changes)
         running[name] = await start_engine(name, mesh.address(name), engines[name], add)
 
     async def kill(name: str) -> None:
         await running.pop(name).drain(0)
 
-    async def replace(name: str) -> Stub:
+    async def replace(name: str, **changes) -> Stub:
         role, _, index = name.rpartition("-")
         before = engines[name]
-        await start(role, int(index))
+        await start(role, int(index), **changes)
         engines[name].session = before.session
         result.__dict__[f"{role}s"][int(index)] = engines[name]
         return engines[name]
