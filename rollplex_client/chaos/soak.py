@@ -58,7 +58,6 @@ class Killer(threading.Thread):
 
     def stop(self) -> None:
         self._enough.set()
-        self._iterated.set()
         self.join()
 
     def run(self) -> None:
@@ -74,7 +73,8 @@ class Killer(threading.Thread):
             except ProcessLookupError:
                 continue
             self.kills[name] += 1
-            self._iterated.wait()
+            while not self._iterated.wait(0.1) and not self._enough.is_set():
+                pass
 
 
 def soak(rig: Rig, drill: Drill, minutes: float, seed: int, actions: tuple[str, ...],
