@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TOKEN_SUM = ROOT / "tests" / "support" / "token_sum.py"
-SERVICES = {"keeper", "broker", "trainer-0", "reference-0", "rollout-0", "reward", "coordinator"}
+SERVICES = {"keeper", "broker", "trainer-0", "reference-0", "rollout-0", "reward", "coordinator", "watchdog"}
 GROUPS, SAMPLES, PROMPT_LIMIT = 2, 2, 1024
 SMALL_MESH = ("--set", "mesh.drain_timeout_s=2", "--set", "coordinator.media.video_min_pixels=3136",
               "--set", "coordinator.media.video_max_pixels=3136", "--set", "coordinator.media.max_frames=4")
