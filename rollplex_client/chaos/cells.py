@@ -18,11 +18,12 @@ SERVICES = tuple(ROLES.values())
 ACTIONS = ("kill", "stop")
 
 TWICE: Mapping[str, tuple[str, str]] = {
-    "trainer-0": ("trainer.prefix.group", "trainer.old_logprob.group"),
+    "trainer-0": ("trainer.prefix.group", "trainer.attach.done"),
     "rollout-0": ("rollout.prefill.done", "rollout.decode.step"),
-    "reference-0": ("reference.prefix.group", "reference.score.group"),
+    "reference-0": ("reference.prefix.group", "reference.open.loaded"),
 }
-"""Where a service dies a second time in one iteration, before its UPDATE_BEGIN: the iteration fails, the next one does not."""
+"""Where a service dies, and where its successor does while it does the same work again, before UPDATE_BEGIN: the iteration fails,
+the next one does not."""
 
 UNREACHED: Mapping[str, str] = {}
 """Points that the harness's mesh cannot reach, with the reason; any other that is not reached is an error."""

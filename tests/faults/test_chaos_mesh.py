@@ -18,7 +18,7 @@ CELLS = [
     Cell("coordinator.update.begun", "coordinator", "kill"),
     Cell("rollout.decode.step", "rollout-0", "stop"),
     Cell("broker.publish.checked", "broker", "stop"),
-    Cell("trainer.prefix.group", "trainer-0", "kill", then="trainer.old_logprob.group"),
+    Cell("trainer.prefix.group", "trainer-0", "kill", then="trainer.attach.done"),
 ]
 
 
