@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from faulty_mesh import PROMPTS, iteration_of, until
@@ -80,25 +81,28 @@ def test_an_iteration_that_runs_out_of_room_says_so_and_the_next_one_works(mesh,
 
 
 def test_a_checkpoint_without_room_is_a_warning_and_nothing_half_is_there(mesh, client):
-    run, notes = mesh.new_run(client, checkpoint_every=1, checkpoint_keep=5), []
+    run = mesh.new_run(client, checkpoint_every=1, checkpoint_keep=5)
 
     def iterate():
-        client.wait(client.submit_iteration(run, PROMPTS[:2]),
-                    on_event=lambda event: notes.append(event.body) if isinstance(event.body, Note) else None)
-        return [note for note in notes if "checkpoint" in note.message.lower() or note.reason.startswith("CHECKPOINT")]
+        assert client.wait(client.submit_iteration(run, PROMPTS[:2])).state == "done"
+        try:
+            return client.durable_checkpoint(run)
+        finally:
+            found.update(path.name for path in folder.iterdir())
 
-    folder = mesh.runtime_dir / "checkpoints" / run
-    iterate()
-    whole = client.durable_checkpoint(run)
+    folder, found = mesh.runtime_dir / "checkpoints" / run, set()
+    whole = iterate()
     assert whole.next_iteration == 1
     mesh.limit_files("trainer-0", LITTLE_BYTES)
     try:
-        iterate()
-        assert client.durable_checkpoint(run) == whole
-        assert [path.name for path in folder.iterdir()] == [whole.path.rpartition("/")[2]]
+        assert iterate() == whole
+        assert found == {Path(whole.path).name}
     finally:
         mesh.limit_files("trainer-0", None)
-    found = iterate()
-    assert any(note.level == "warning" and "the run goes on" in note.message for note in found), found
-    assert client.durable_checkpoint(run).next_iteration == 3
+    last = iterate()
+    assert last.next_iteration == 3
+    assert found == {Path(whole.path).name, Path(last.path).name}
+    notes = [event.body for event in events_of(client, run, client.get_run(run).last_sequence) if isinstance(event.body, Note)]
+    warned = [note for note in notes if note.level == "warning"]
+    assert [("the run goes on" in note.message, note.reason) for note in warned] == [(True, "CHECKPOINT_DISK_FULL")], notes
     assert client.get_run(run).snapshot == 3

@@ -40,7 +40,7 @@ def undisturbed(mesh, tmp_path_factory):
     with mesh.client as client:
         start = trained(mesh, client, tmp_path_factory.mktemp("start"), iterations=0)
         found = trained(mesh, client, tmp_path_factory.mktemp("plain"))
-    assert sum(found[name] != start[name] for name in found) > len(found) // 2
+    assert sum(found[name] != start[name] for name in found) > len(found) // 3, "nothing was trained"
     return found
 
 
