@@ -348,6 +348,8 @@ class Coordinator:
             return iteration.state
         if self._current is not None and self._current[0].key == key:
             work, task = self._current
+            # Cancelled before its first step, a task ends without a word.
+            await asyncio.sleep(0)
             if work.update_begun or work.updates_published:
                 raise WrongState(f"{key} is in UPDATE; it only goes forward", reason="UPDATE_BEGUN")
             if not work.ending:
