@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +50,7 @@ START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 90.0
 """For services to be back, and for counts to be what they were."""
 GIVE_UP_S = 120.0
+ITERATION_TIMEOUT_S = 180.0
 POLL_S = 0.05
 PHASE_TIMEOUT_S = 60.0
 
@@ -183,8 +186,21 @@ class Rig:
         return handle
 
     def finish(self, handle: IterationHandle) -> Iteration:
-        """Raises its error when it failed."""
-        return self.client.wait(handle, give_up_s=GIVE_UP_S)
+        """Raises its error when it failed, DeadlineExceeded when nobody hears of its end."""
+        ended: Future[Iteration] = Future()
+
+        def wait() -> None:
+            try:
+                ended.set_result(self.client.wait(handle, give_up_s=GIVE_UP_S))
+            except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                ended.set_exception(error)
+
+        threading.Thread(target=wait, name="iteration", daemon=True).start()
+        try:
+            return ended.result(ITERATION_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{handle.run}, iteration {handle.iteration}: no end was heard of within "
+                                   f"{ITERATION_TIMEOUT_S:g} s", reason="ITERATION_NOT_ENDED") from None
 
     def ended(self, iteration: int) -> Ended:
         """What the newest ended iteration, whose number this is, has come to; after its durable checkpoint, if any."""

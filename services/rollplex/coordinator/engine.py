@@ -108,9 +108,18 @@ class Coordinator:
                 run.state = RunState.FAILED
                 await self.journal.put_run(run)
         crash_point("coordinator.restart.journal_read")
+        for run in self.runs.values():
+            await self._tell_again(run)
         if self.open_run is not None:
             await self._take_over(self.open_run)
         self._worker = asyncio.create_task(self._work(), name="iterations")
+
+    async def _tell_again(self, run: Run) -> None:
+        """What the journal says of an iteration and no event does: whoever waits for it would wait for ever."""
+        told = await self.journal.told_states(run.name)
+        for iteration in await self.journal.iterations(run.name):
+            if told.get(iteration.key) != iteration.state.value:
+                self._emit_state(iteration)
 
     async def _take_over(self, run: Run) -> None:
         if await self.journal.open_update(run.name) is not None:
@@ -269,7 +278,7 @@ class Coordinator:
             run = self.run(run_name)
             known = await self.journal.iteration_by_request(run.name, request_id)
             if known is not None:
-                return self._live(known), self.last_sequence(run)
+                return self._live(known), await self._before(run, known.key)
             self._check_takes_iterations(run)
             replayed = "" if validation else self.config_of(run).replay
             if bool(rows) == bool(replayed):
@@ -282,6 +291,12 @@ class Coordinator:
                 raise WrongState("no reward is registered; register one with `rollplex reward add NAME ADDRESS`",
                                  reason="NO_REWARD")
             return await self._accept(run, rows, request_id, validation)
+
+    async def _before(self, run: Run, key: IterationKey) -> int:
+        """The last event before the iteration's first, although it may have ended meanwhile."""
+        await self.log_of(run).flush()
+        queued_at = await self.journal.queued_at(key)
+        return queued_at - 1 if queued_at else self.last_sequence(run)
 
     def _check_takes_iterations(self, run: Run) -> None:
         if run is self.open_run and run.state is RunState.RECOVERING:

@@ -234,6 +234,20 @@ class Journal:
     async def last_sequence(self, run: str) -> int:
         return (await self._rows("SELECT coalesce(max(sequence), 0) FROM events WHERE run = ?", run))[0][0]
 
+    async def told_states(self, run: str) -> dict[IterationKey, str]:
+        """What the newest state event of each iteration says."""
+        rows = await self._rows(
+            "SELECT iteration, validation, json_extract(body, '$.iteration.state') FROM events WHERE run = ? AND sequence IN "
+            "(SELECT max(sequence) FROM events WHERE run = ? AND kind = 'state' GROUP BY iteration, validation)", run, run)
+        return {IterationKey(run, iteration, bool(validation)): state for iteration, validation, state in rows}
+
+    async def queued_at(self, key: IterationKey) -> int:
+        """Sequence of the event that told of the iteration first; 0 when none has."""
+        rows = await self._rows(
+            "SELECT coalesce(max(sequence), 0) FROM events WHERE run = ? AND iteration = ? AND validation = ? AND kind = 'state' "
+            "AND json_extract(body, '$.iteration.state') = 'queued'", key.run, key.iteration, key.validation)
+        return rows[0][0]
+
     # Updates
 
     async def begin_update(self, run: str, record: UpdateRecord) -> None:
