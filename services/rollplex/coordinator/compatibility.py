@@ -39,8 +39,8 @@ class Admission:
 
     async def same_layout(self, ranks: Sequence[Rank], run: str = "") -> None:
         """Raises WrongState, naming what differs, where two that have joined hold different models or layouts, or all hold
-        another than the slabs of the open `run` have. After a restart of the coordinator that is not known: engines check the sizes of
-        what they attach to."""
+        another than the slabs of the open `run` have. After a restart of the coordinator that is not known: engines check the
+        sizes of what they attach to."""
         joined = [rank for rank in ranks if rank.joined is not None]
         for other in joined[1:]:
             if other.joined.layout_hash != joined[0].joined.layout_hash:
