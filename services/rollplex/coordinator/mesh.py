@@ -105,7 +105,7 @@ class Mesh:
         """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
-        await self.check_same_layout(self.used_groups(with_reference))
+        await self.check_fits(self.used_groups(with_reference))
 
     async def open_run(self, run: Run, timeout_s: float, with_reference: bool, restore: Checkpoint | None = None) -> None:
         """Starts a run: the trainer makes snapshot 0 from the model's checkpoint, or what `restore` holds, and the others open
@@ -147,9 +147,7 @@ class Mesh:
         if await group.ensure_joined():
             for rank in group.ranks:
                 self._bound.pop(rank.name, None)
-        await self.check_same_layout([self.trainer, group])
-        if self.trainer.ranks[0].joined is not None:
-            await self.admission.fits_run(run.name, self.trainer.ranks[0])
+        await self.check_fits([self.trainer, group], run.name)
         if any(state.open_run != run.name for state in group.states):
             await self.attach(group, run, timeout_s)
             if group is self.trainer:
@@ -203,12 +201,14 @@ class Mesh:
         await group.ensure_joined()
         await self.quiesce([group], place, leave_snapshot=leave_snapshot)
 
-    async def check_same_layout(self, groups: Sequence[EngineGroup]) -> None:
-        """Raises WrongState unless those that have joined hold one model, and the broker fits this coordinator."""
-        await self.admission.same_layout([rank for group in groups for rank in group.ranks])
-        if self._session.generation != self._admitted_broker:
+    async def check_fits(self, groups: Sequence[EngineGroup], run: str = "") -> None:
+        """Raises WrongState, with what differs, unless those that have joined hold one model, and that of the run's slabs, and
+        the broker is of this coordinator's protocol and configuration."""
+        await self.admission.same_layout([rank for group in groups for rank in group.ranks], run)
+        generation = self._session.generation
+        if generation != self._admitted_broker:
             await self.admission.admit_address("broker", self._broker_address)
-            self._admitted_broker = self._session.generation
+            self._admitted_broker = generation
 
     async def close(self) -> None:
         for group in self.groups:
