@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runs import mixed, new_run, weights_of
-
-from rollplex_client.results import PhaseSpan
+from runs import mixed, run_two, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,32 +21,13 @@ CASES = [
 ]
 
 
-def run_two(mesh, client, config, prompts, image, name="", span=""):
-    """Two iterations; `name` is killed where `span` begins for the second time in the run, and started again."""
-    run, seen, killed = new_run(client, **CONFIGS[config]), [], []
-
-    def kill(event):
-        if isinstance(event.body, PhaseSpan) and event.body.span == span and not event.body.ended:
-            seen.append(event.sequence)
-            if len(seen) == 2 and not killed:
-                killed.append(name)
-                mesh.kill(name)
-                mesh.start(name)
-
-    for _ in range(2):
-        done = client.wait(client.submit_iteration(run, mixed(prompts, image)), on_event=kill)
-        assert done.state == "done"
-    assert killed == ([name] if name else [])
-    return run
-
-
 @pytest.fixture(scope="module")
 def undisturbed(mesh, prompts, image, tmp_path_factory):
     """Config -> (snapshot, weights)."""
     found = {}
     with mesh.client as client:
         for config in CONFIGS:
-            run = run_two(mesh, client, config, prompts, image)
+            run = run_two(mesh, client, CONFIGS[config], mixed(prompts, image))
             found[config] = client.get_run(run).snapshot, weights_of(client, run, tmp_path_factory.mktemp("undisturbed"))
     return found
 
@@ -57,7 +36,21 @@ def undisturbed(mesh, prompts, image, tmp_path_factory):
 def test_a_kill_in_mid_iteration_changes_nothing(mesh, prompts, image, undisturbed, tmp_path, name, span, config):
     snapshot, expected = undisturbed[config]
     with mesh.client as client:
-        run = run_two(mesh, client, config, prompts, image, name, span)
+        run = run_two(mesh, client, CONFIGS[config], mixed(prompts, image), name, span)
         assert client.get_run(run).snapshot == snapshot
         found = weights_of(client, run, tmp_path / "weights")
     assert [key for key in expected if expected[key].tobytes() != found[key].tobytes()] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(580)
+def test_kills_at_two_ranks_change_nothing(another_mesh, prompts, image, tmp_path):
+    """TP_train 2, TP_rollout 2, reference at TP 2: the group of the killed rank is lost as a whole."""
+    sizes = {"train_tensor_parallel": 2, "rollout_tensor_parallel": 2, "reference_tensor_parallel": 2}
+    with another_mesh(sizes=sizes) as wide, wide.client as client:
+        found = []
+        for name, span in (("", ""), ("trainer-1", "suffix"), ("reference-1", "score"), ("trainer-0", "write"),
+                           ("rollout-0", "generate"), ("coordinator", "suffix")):
+            run = run_two(wide, client, CONFIGS["overlap"], mixed(prompts, image), name, span)
+            found.append(weights_of(client, run, tmp_path / (name + span)))
+            assert [key for key in found[0] if found[0][key].tobytes() != found[-1][key].tobytes()] == [], (name, span)
