@@ -17,11 +17,13 @@ from rollplex.core.crash_points import POINTS
 from rollplex.core.errors import RollplexError
 from rollplex_client.chaos import leaks
 from rollplex_client.chaos.cells import UNREACHED, Cell
-from rollplex_client.chaos.rig import Ended, Rig
+from rollplex_client.chaos.rig import POLL_S, Ended, Rig
 from rollplex_client.results import IterationHandle
 
 REFERENCE_ITERATIONS = 12
 """Of the unfaulted run; a run with faults is as long at most."""
+REPLACED_TIMEOUT_S = 20.0
+"""How long the watchdog may take to end what was stopped."""
 LEAK_TIMEOUT_S = 10.0
 """How long what fades by itself (connections, sessions that are buried) may take."""
 
@@ -94,7 +96,7 @@ class Drill:
         unreached = [point for point in orders if not rig.disarm(point)]
         if unreached:
             return Outcome.UNREACHED, ", ".join(unreached)
-        now = rig.wait_whole()
+        now = self._replaced(cell.victim, pids[cell.victim])
         if now[cell.victim] == pids[cell.victim]:
             return Outcome.FAILED, f"{cell.victim} is still process {pids[cell.victim]}"
         bystanders = [name for name, pid in pids.items() if now[name] != pid and name not in self._may_die(cell)]
@@ -102,6 +104,13 @@ class Drill:
             return Outcome.FAILED, f"also restarted: {', '.join(bystanders)}"
         leaked = self.leaks(now)
         return (Outcome.FAILED, "; ".join(leaked)) if leaked else (Outcome.SURVIVED, "")
+
+    def _replaced(self, victim: str, former: int) -> dict[str, int]:
+        """The whole mesh's pids. One that was stopped as the iteration ended is noticed later than that."""
+        deadline = time.monotonic() + REPLACED_TIMEOUT_S
+        while (now := self.rig.wait_whole())[victim] == former and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return now
 
     @staticmethod
     def _may_die(cell: Cell) -> set[str]:

@@ -128,6 +128,7 @@ class FakeRig:
 @pytest.fixture
 def rig(monkeypatch):
     monkeypatch.setattr(drills, "LEAK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(drills, "REPLACED_TIMEOUT_S", 0.0)
     return FakeRig()
 
 
@@ -165,6 +166,22 @@ def test_what_is_wrong_is_said(rig, drill, turn, reason):
     verdict = drill.run(CELL)
     assert (verdict.outcome, verdict.bad) == (Outcome.FAILED, True)
     assert reason in verdict.reason
+
+
+def test_who_is_stopped_late_is_waited_for(rig, drill, monkeypatch):
+    monkeypatch.setattr(drills, "REPLACED_TIMEOUT_S", 20.0)
+    rig.replaced, looks = set(), []
+    whole = rig.wait_whole
+
+    def replaced_at_the_third_look():
+        looks.append(rig.iterations)
+        if len(looks) == 4:  # the first is before the cell
+            rig.running["trainer-0"] += 1
+        return whole()
+
+    rig.wait_whole = replaced_at_the_third_look
+    assert drill.run(CELL).outcome is Outcome.SURVIVED
+    assert len(looks) == 4
 
 
 def test_after_a_failure_the_next_cell_has_a_run_of_its_own(rig, drill):
