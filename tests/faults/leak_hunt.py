@@ -21,7 +21,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from faulty_mesh import PROMPTS, FaultyMesh, until
+from PIL import Image
 
+from rollplex_client import Media, Prompt
 from rollplex_client.chaos import leaks
 from rollplex_client.chaos.leaks import Snapshot
 from rollplex_client.results import IterationHandle
@@ -103,6 +105,7 @@ def hunt(mesh: FaultyMesh, iterations: int, kills: int, seed: int, note=lambda t
     victims = chance.sample(range(WARM_UP, iterations), kills)
     with mesh.client as client:
         run, counted = mesh.new_run(client, **RUN), Counted(mesh, client, result)
+        prompts = [PROMPTS[0], picture(mesh.media_root / "still.png")]
         for number in range(iterations):
             dies = chance.choice(mesh.names) if number in victims else ""
             inside = chance.random() < 0.5
@@ -110,7 +113,7 @@ def hunt(mesh: FaultyMesh, iterations: int, kills: int, seed: int, note=lambda t
                 counted.compare(dies)
                 result.kills[dies] = result.kills.get(dies, 0) + 1
             with mesh.reward.held():
-                handle = client.submit_iteration(run, PROMPTS[:2], request_id=f"hunt-{number}")
+                handle = client.submit_iteration(run, prompts, request_id=f"hunt-{number}")
                 if dies and inside:
                     until(lambda: mesh.reward.asked, "the reward is asked")
                     revive(mesh, dies)
@@ -125,6 +128,11 @@ def hunt(mesh: FaultyMesh, iterations: int, kills: int, seed: int, note=lambda t
             counted.iteration_done()
         counted.compare(*mesh.names)
     return result
+
+
+def picture(path: Path) -> Prompt:
+    Image.new("RGB", (84, 56), (200, 30, 30)).save(path)
+    return Prompt.text("Which colour?", Media("image", path), ground_truth="A", problem_type="multiple choice")
 
 
 def ended(client, handle: IterationHandle) -> str:

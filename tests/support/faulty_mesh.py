@@ -79,7 +79,7 @@ class FaultyMesh(HandMesh):
     def __init__(self, checkpoint: Path, media_root: Path, **options) -> None:
         options.setdefault("coordinator", {"journal_full_wait_s": 1.0})
         super().__init__(checkpoint, media_root, **options)
-        self.reward = GatedReward(self.runtime_dir)
+        self.reward, self.media_root = GatedReward(self.runtime_dir), media_root
         self.clock = self.runtime_dir / "clock"
         """Seconds, as text, by which the wall clock of every process is off."""
         self.proxies: dict[str, RpcProxy] = {}

@@ -78,8 +78,9 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
         if phase is None:
             raise BadInput("EnterPhase needs a phase", reason="PHASE_REQUIRED")
         planned = [from_proto(PlannedBytes, item) for item in request.planned]
+        readings = await self._custody.read_devices()
         return pb.EnterPhaseResponse(violations=self._custody.enter_phase(
-            request.run, request.iteration, phase, planned, tuple(request.relaxed)))
+            request.run, request.iteration, phase, planned, tuple(request.relaxed), readings))
 
     async def ReportResidency(self, request: pb.ReportResidencyRequest,
                               context: aio.ServicerContext) -> pb.ReportResidencyResponse:
