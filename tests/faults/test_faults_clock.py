@@ -18,6 +18,8 @@ DATES = {
     "services/rollplex/coordinator/events.py": 1,
     # An engine that knows a later epoch says so, and the next one is above it.
     "services/rollplex/coordinator/peers.py": 1,
+    # How long nobody was there, in the timeline of an iteration that goes on.
+    "services/rollplex/coordinator/takeover.py": 1,
 }
 """Where the services and the client may read the wall clock, and how often: what they read is kept and shown."""
 

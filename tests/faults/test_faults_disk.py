@@ -69,13 +69,14 @@ def test_an_iteration_that_runs_out_of_room_says_so_and_the_next_one_works(mesh,
         mesh.kill("coordinator")
     mesh.start("coordinator")
     found = client.get_run(run)
-    assert (found.next_iteration, found.snapshot) == (2, 1)
+    assert found.next_iteration == 2 and found.snapshot >= 1
     assert found.last_sequence >= acknowledged.last_sequence
     assert iteration_of(client, run, 0).state == "done"
     assert len(client.list_samples(run, 0)) == 4
     again = client.submit_iteration(run, PROMPTS[2:4], request_id="second")
     assert again.iteration == handle.iteration
     until(lambda: iteration_of(client, run, 1).ended, "the interrupted iteration is settled")
+    assert iteration_of(client, run, 1).state == "done"
     events_of(client, run, client.get_run(run).last_sequence)
     assert client.wait(client.submit_iteration(run, PROMPTS[4:])).state == "done"
 

@@ -47,6 +47,8 @@ class Custody:
         self.grants = Grants(self.slabs, self.leases, self.actors, self.sessions, self.fence, vault)
         self._vault = vault
         self._clock = clock
+        self._phase_order = ("", 0)
+        """Caller and number of the phase that was entered last."""
 
     def hello(self, process: object, role: object, pid: int, pidfd: int,
               connection: Connection) -> tuple[Session, list[str]]:
@@ -194,9 +196,13 @@ class Custody:
         return await asyncio.to_thread(self.budget.read, tuple(self.ledger.hbm_bytes()))
 
     def enter_phase(self, run: str, iteration: int, phase: Phase, planned: Sequence[PlannedBytes] = (),
-                    relaxed: tuple[str, ...] = (), readings: Mapping[str, Reading] | None = None) -> tuple[str, ...]:
+                    relaxed: tuple[str, ...] = (), readings: Mapping[str, Reading] | None = None, order: tuple[str, int] = ("", 0)
+                    ) -> tuple[str, ...]:
         """Ends a phase and begins another; the violations of the one that ended. Raises OutOfMemory, and changes nothing, when
-        a device has no room for what the phase that begins is planned to need. `readings`: what `read_devices` gave."""
+        a device has no room for what the phase that begins is planned to need. `readings`: what `read_devices` gave.
+        `order`: caller and sequence of EnterPhaseRequest."""
+        if order[0] and order[0] == self._phase_order[0] and order[1] < self._phase_order[1]:
+            return self.ledger.violations
         if not self.ledger.is_at(run, iteration, phase):
             held = self.ledger.hbm_bytes()
             self.budget.check_phase(phase, held, planned)
@@ -205,6 +211,7 @@ class Custody:
             ours = {session.pid for session in self.sessions.by_secret.values()}
             growth = self.budget.check_growth(run or self.ledger.run, self.ledger.phase, held, readings, ours)
             self.ledger.enter(run, iteration, phase, relaxed, growth)
+        self._phase_order = order
         violations = self.ledger.violations
         self._vault.note(*records.phase(self.ledger))
         crash_point("broker.phase.entered")

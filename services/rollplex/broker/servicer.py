@@ -80,7 +80,8 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
         planned = [from_proto(PlannedBytes, item) for item in request.planned]
         readings = await self._custody.read_devices()
         return pb.EnterPhaseResponse(violations=self._custody.enter_phase(
-            request.run, request.iteration, phase, planned, tuple(request.relaxed), readings))
+            request.run, request.iteration, phase, planned, tuple(request.relaxed), readings,
+            (request.caller, request.sequence)))
 
     async def ReportResidency(self, request: pb.ReportResidencyRequest,
                               context: aio.ServicerContext) -> pb.ReportResidencyResponse:

@@ -100,7 +100,13 @@ class EngineGroup:
                 break
         self._check(answers)
         self._remember(answers)
-        await self.admit(self.ranks)
+        try:
+            await self.admit(self.ranks)
+        except BaseException:
+            # What was refused is no measure for others.
+            for rank in self.ranks:
+                rank.joined = None
+            raise
         self._sequence, self._must_rejoin = 0, False
 
     def _check(self, answers: Sequence[phase_service_pb2.JoinResponse]) -> None:

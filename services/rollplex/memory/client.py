@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import os
 import select
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import grpc
 
 from rollplex.core.errors import AlreadyExists, BadInput, NotFound, OutOfMemory, RollplexError, Unavailable
+from rollplex.core.ids import new_id
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
 from rollplex.core.residency import PlannedBytes
@@ -59,6 +61,8 @@ class BrokerSession:
         self._taken_up = False
         """The broker of this connection knows all that its predecessor knew of this process."""
         self._leases: dict[str, SlabLease] = {}
+        self._caller, self._phases = new_id("caller"), itertools.count(1)
+        """Of phases that are declared here: one that comes late is known by its number."""
         self._report: tuple[ResidencyEntry, ...] | None = None
         self._closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
@@ -201,8 +205,10 @@ class BrokerSession:
         """
         wire_phase = types_pb2.Phase.Value(f"PHASE_{phase.value.upper()}")
         needs = [to_proto(item, pb.PlannedBytes) for item in planned]
+        sequence = next(self._phases)
         answer = self._ask(self._stub.EnterPhase, lambda _: pb.EnterPhaseRequest(
-            run=run, iteration=iteration, phase=wire_phase, planned=needs, relaxed=relaxed))
+            run=run, iteration=iteration, phase=wire_phase, planned=needs, relaxed=relaxed, caller=self._caller,
+            sequence=sequence))
         return tuple(answer.violations)
 
     def report_residency(self, entries: Sequence[ResidencyEntry]) -> None:

@@ -197,18 +197,22 @@ class GetSnapshotResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., snapshot: _Optional[int] = ..., update_epoch: _Optional[int] = ..., slabs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
-    __slots__ = ("run", "iteration", "phase", "planned", "relaxed")
+    __slots__ = ("run", "iteration", "phase", "planned", "relaxed", "caller", "sequence")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     RELAXED_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     run: str
     iteration: int
     phase: _types_pb2.Phase
     planned: _containers.RepeatedCompositeFieldContainer[PlannedBytes]
     relaxed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., planned: _Optional[_Iterable[_Union[PlannedBytes, _Mapping]]] = ..., relaxed: _Optional[_Iterable[str]] = ...) -> None: ...
+    caller: str
+    sequence: int
+    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., planned: _Optional[_Iterable[_Union[PlannedBytes, _Mapping]]] = ..., relaxed: _Optional[_Iterable[str]] = ..., caller: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class PlannedBytes(_message.Message):
     __slots__ = ("object_class", "device", "size_bytes")
