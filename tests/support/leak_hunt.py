@@ -23,6 +23,7 @@ WARM_UP = 3
 """Iterations after which pools, caches and lazy imports have what they will have."""
 SETTLE_S = 20.0
 """What is given back after an iteration's end may take this long: channels close, pidfds are reaped."""
+PROBED_S = 0.5
 RUN = {"deterministic": False, "recovery_timeout_s": 120.0}
 
 
@@ -86,7 +87,10 @@ class Counted:
         self._hunt.last = leaks.totals(now)
 
     def _now(self) -> Snapshot:
-        return leaks.snapshot({name: self._mesh.pid(name) for name in self._mesh.names}, self._client.mesh())
+        custody = self._client.mesh()
+        # The coordinator has asked every service for its health: connections that it closes may not have ended there yet.
+        time.sleep(PROBED_S)
+        return leaks.snapshot({name: self._mesh.pid(name) for name in self._mesh.names}, custody)
 
 
 def hunt(mesh: FaultyMesh, iterations: int, kills: int, seed: int, note=lambda text: None) -> Hunt:
