@@ -20,11 +20,15 @@ def main_rows(result: dict[str, Any]) -> Iterator[Row]:
     """What arms and TRL have in common."""
     columns = [*result["arms"], *([result["trl"]] if result["trl"] else [])]
     serial = next((arm for arm in result["arms"] if arm["schedule"] == "serial"), None)
+    apart = next((arm for arm in result["arms"] if arm["schedule"] == "disaggregated"), None)
+    yield "GPUs", [str(column.get("gpus", 1)) for column in columns]
     yield "step, seconds", [_number(column["step_s"], 3) for column in columns]
     yield "  with the next one's media read meanwhile (wall)", [_number(column.get("wall_s"), 3) for column in columns]
     yield "  of it rollout", [_number(column["rollout"]["measured_s"], 3) for column in columns]
     if serial:
-        yield "  speedup over serial", [_number(serial["step_s"] / column["step_s"], 3) for column in columns]
+        yield f"  speedup over {serial['arm']}", [_number(serial["step_s"] / column["step_s"], 3) for column in columns]
+    if apart:
+        yield f"  speedup over {apart['arm']}", [_number(apart["step_s"] / column["step_s"], 3) for column in columns]
     if result["trl"]:
         slower = result["trl"]["slower_than"]
         yield "  TRL's step over it (wall)", [_number(slower.get(column.get("arm")), 2) for column in columns]

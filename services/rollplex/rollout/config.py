@@ -27,6 +27,8 @@ class VllmSection:
     """Share of a GPU's memory that must be free when vLLM starts, a check of its own; kv_cache_gib sizes what it takes."""
     enforce_eager: bool = False
     """No CUDA graphs. On a CPU there are none."""
+    custom_all_reduce: bool = True
+    """Above one rank, vLLM's own all-reduce kernels where GPUs reach each other; otherwise, or without, NCCL's."""
 
     def __post_init__(self) -> None:
         if not self.kv_cache_gib > 0:
