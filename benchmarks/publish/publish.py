@@ -71,7 +71,7 @@ class Ranks:
     def __init__(self, config: ModelConfig, train_tp: int, rollout_tp: int, kind: str) -> None:
         self.layout = layout = ActorLayout.build(config, rollout_tp, DTYPE, train_tp)
         self.kind, topology = kind, Topology(train_tp, rollout_tp, device_kind=kind)
-        broker = DictBroker()
+        self._broker = broker = DictBroker()
         for device in map(topology.device_name, range(train_tp)):
             broker.create(actor_slab("bench", device), object_class="actor_snapshot", device=device,
                           size_bytes=layout.size_bytes, run="bench")
@@ -131,6 +131,8 @@ class Ranks:
             with self.on(rank):
                 slabs.unbind()
                 slabs.close()
+        for slab in self._broker.list_slabs():
+            self._broker.delete(slab.name)
 
 
 class FullCopy:

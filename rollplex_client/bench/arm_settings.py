@@ -32,9 +32,13 @@ COLLECTIVE_TIMEOUT_S = 300.0
 
 def arm_settings(job: Job, arms: list[Arm], arm: Arm, runtime_dir: Path, arguments: argparse.Namespace, hbm_bytes: int
                  ) -> Settings:
-    """Of one of `arms`. A rollplex.toml that happens to lie about is not read."""
+    """Of one of `arms`. `hbm_bytes`: of one GPU. A rollplex.toml that happens to lie about is not read."""
     host_bytes = None if arguments.host_gib is None else round(arguments.host_gib * GIB)
+    if arguments.hbm_gib is not None:
+        hbm_bytes = min(hbm_bytes, round(arguments.hbm_gib * GIB))
     tables = arm_tables(job, arms, arm, runtime_dir, hbm_bytes, host_bytes)
+    if arguments.hbm_gib is not None:
+        tables["mesh"] |= {"hbm_budget_gib": arguments.hbm_gib, "hbm_runtime_gib": RUNTIME_BYTES / GIB}
     given = read_toml(arguments.config) if arguments.config else {}
     return parse_settings(apply_overrides(merge(tables, given), arguments.overrides))
 

@@ -34,6 +34,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     _number(how, "--train-tp", 1, "tensor-parallel ranks of trainer and reference, a GPU each, of an arm that names none")
     _number(how, "--rollout-tp", 1, "of a rollout replica; it divides --train-tp, and the quotient is the number of replicas")
     _number(how, "--gpus", 0, "of every arm: others are refused, and disaggregated trains on half of them; 0: as degrees need")
+    how.add_argument("--hbm-gib", type=float, default=None, metavar="N", help="of each GPU, what all roles together may take: a "
+                     "budget that the broker keeps, and that classes are placed by (default: the whole GPU)")
     how.add_argument("--host-gib", type=float, default=None, metavar="N", help="host memory that slabs may take (default: seven "
                      "eighths of the container's limit or the machine's memory, which may grow as it is used)")
     how.add_argument("--vs", choices=("trl",), help="afterwards, the same job with TRL's GRPOTrainer")

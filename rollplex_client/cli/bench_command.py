@@ -96,7 +96,8 @@ def _run_one(job: Job, arms: list[Arm], arm: Arm, arguments: argparse.Namespace,
              ) -> ArmRun:
     # A mesh of its own: a policy is a property of its processes. Sockets' paths must be short, --out's may not be.
     folder = arguments.runtime_dir or Path(tempfile.mkdtemp(prefix="rpb-"))
-    settings = arm_settings(job, arms, arm, folder / arm.run_name, arguments, hardware.get("hbm_bytes", DEFAULT_HBM_BYTES))
+    hbm_bytes = hardware.get("hbm_bytes", DEFAULT_HBM_BYTES)
+    settings = arm_settings(job, arms, arm, folder / arm.run_name, arguments, hbm_bytes)
     logs = arguments.out / "logs" / str(arm)
     try:
         with health_display(output) as on_health:
