@@ -20,8 +20,8 @@ MAX_CTAS = 16
 _ENVIRONMENT = {
     # Both listen on what the host name resolves to otherwise; a TP group never leaves its node.
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
-    # A collective past its deadline ends the group and not the process, and nothing is dumped for a collector that nobody runs.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Nothing is dumped for a collector that nobody runs.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 
 
@@ -63,6 +63,8 @@ def init_tensor_parallel(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return
     torch.cuda.set_device(device)
+    # Past its deadline a collective ends the group, where torch then says so, or else the process: never with garbage for a result.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2" if _tells_errors() else "1")
     # Named, so that ranks connect now and not in their first command.
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device,
                             pg_options=_nccl_options(timeout))
@@ -82,10 +84,15 @@ def destroy_tensor_parallel() -> None:
 def group_error() -> str:
     """What broke the group's collectives, as NCCL's watchdog found it: it raises nowhere by itself, and what was being received
     is then garbage. Empty while all is well; gloo raises where it happens."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
+    if not dist.is_initialized() or dist.get_backend() != "nccl" or not _tells_errors():
         return ""
     found = dist.group.WORLD._get_backend(torch.device("cuda")).get_error()
-    return "" if found.name == "SUCCESS" else found.name
+    return "" if "SUCCESS" in str(found) else str(found)
+
+
+def _tells_errors() -> bool:
+    """Not every build of torch shows Python what its watchdog has found."""
+    return hasattr(dist.ProcessGroupNCCL, "get_error")
 
 
 def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
