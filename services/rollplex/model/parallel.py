@@ -63,7 +63,7 @@ def init_tensor_parallel(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return
     torch.cuda.set_device(device)
-    # Past its deadline a collective ends the group, where torch then says so, or else the process: never with garbage for a result.
+    # Past its deadline a collective ends the group, where torch then says so, or else the process: never with garbage as result.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2" if _tells_errors() else "1")
     # Named, so that ranks connect now and not in their first command.
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device,
