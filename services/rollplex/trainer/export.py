@@ -23,8 +23,8 @@ def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[s
         path.rmdir()
 
     def gather(name: str, local: torch.Tensor) -> Sequence[torch.Tensor] | None:
-        # NCCL writes bytes in order, whatever a tensor's strides say: a transposed weight must not be received as one.
-        local = local.contiguous()
+        # NCCL moves bytes in order, whatever a tensor's strides say, and gets no mapped slab: a copy, contiguous.
+        local = local.clone(memory_format=torch.contiguous_format)
         parts = [torch.empty_like(local) for _ in range(model.tp_size)] if model.tp_rank == 0 else None
         dist.gather(local, parts, group=model.group, group_dst=0)
         return parts
