@@ -9,7 +9,7 @@ from rollplex.core.response_lengths import LengthDistribution
 from rollplex.core.sharing import POLICIES
 from rollplex.core.strict import parse
 from rollplex.core.topology import Topology
-from rollplex_client.bench.arm_settings import arm_tables, gpu_plan, kv_cache_gib
+from rollplex_client.bench.arm_settings import arm_settings, arm_tables, gpu_plan, kv_cache_gib
 from rollplex_client.bench.arms import Arm
 from rollplex_client.bench.job import check_numbers, make_job
 from rollplex_client.bench.reward import count_reward
@@ -82,6 +82,17 @@ def test_all_arms_place_classes_where_the_tightest_has_room(job, tmp_path):
 
     assert gradients([]) == ["host", "hbm"]
     assert gradients(arms) == ["host", "host"]
+
+
+def test_a_budget_is_kept_and_planned_by(job, tmp_path):
+    def settings(hbm_gib):
+        arguments = argparse.Namespace(hbm_gib=hbm_gib, host_gib=200.0, config=None, overrides=[])
+        return arm_settings(job, [OVERLAP], OVERLAP, tmp_path, arguments, HBM)
+
+    whole, bounded = settings(None), settings(40.0)
+    assert (whole.mesh.hbm_budget_gib, bounded.mesh.hbm_budget_gib, bounded.mesh.hbm_runtime_gib) == (0, 40, 8)
+    assert whole.sections["broker"].host_limit_bytes == 200 << 30
+    assert (whole.sections["trainer"].gradients, bounded.sections["trainer"].gradients) == ("hbm", "host")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
