@@ -34,6 +34,7 @@ else
     fi
     wanted facts && part facts 40 sh -c 'nvidia-smi topo -m; nvidia-smi --query-gpu=index,name,memory.total --format=csv; env | grep -E "^(NCCL|TORCH|NVSHMEM|CUDA)"; df -h /tmp /dev/shm; '"$python"' benchmarks/gpu/check.py'
 fi
+job="$job ${ROLLPLEX_EXTRA:-}"
 job="--shape $shape --prompt-tokens $prompt --groups $groups --iterations 2 --kl-coef 0.04 --gpus 8 --train-tp 8 --rollout-tp 4 $job"
 wanted data && part data 420 "$python" -m rollplex.bench --out "$work" --shape $shape --prompt-tokens $prompt --groups $groups --seed 0 --device $device
 if [ "$device" = cuda ]; then

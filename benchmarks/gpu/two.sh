@@ -3,9 +3,10 @@
 #   sh benchmarks/gpu/two.sh BUNDLE OUT [--device cpu] [PART...]
 # BUNDLE as in run.sh. Parts, in this order: facts peer nccl exact publish 3b 3b-tp2 7b (all of them by default), and on demand
 # rollout (the rollout contract on vLLM at TP 2). $ROLLPLEX_LIMIT_S bounds the whole (default 540 s): what has no time left is
-# skipped. --device cpu tries every part with gloo ranks and a tiny model.
+# skipped. $ROLLPLEX_EXTRA: further options of rollplex bench; $ROLLPLEX_GROW_GIB (150; 0: not): host memory that is touched
+# beforehand, on machines whose memory grows as it is used; $ROLLPLEX_HOST_GIB (220): what slabs may take of it. --device cpu tries every part with gloo ranks and a tiny model.
 set -eu
-[ $# -ge 2 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# //p' "$0" >&2; exit 2; }
 bundle=$1 out=$2 device=cuda
 shift 2
 [ "${1:-}" = --device ] && { device=$2; shift 2; }
@@ -35,6 +36,7 @@ if [ "${ROLLPLEX_GROW_GIB:-150}" -gt 0 ]; then
     grower=$!
 fi
 job="--prompt-tokens 4096 --kl-coef 0.04 --iterations 3 --gpus 2 --train-tp 2 --host-gib ${ROLLPLEX_HOST_GIB:-220} --timeout 200"
+job="$job ${ROLLPLEX_EXTRA:-}"
 LINES_KEPT=12
 wanted facts && part facts 40 sh -c 'nvidia-smi topo -m; nvidia-smi --query-gpu=index,name,memory.total --format=csv; env | grep -E "^(NCCL|TORCH|NVSHMEM|CUDA)"; df -h /tmp /dev/shm; '"$python"' benchmarks/gpu/check.py'
 wanted peer && part peer 60 $tests tests/gpu/test_gpu_two.py -k slab
@@ -46,6 +48,7 @@ wanted publish && part publish 60 "$python" benchmarks/publish/publish.py --devi
 LINES_KEPT=90
 wanted 3b && bench 3b 420 $job --shape 3b --groups 16 --arms overlap,serial,disaggregated
 wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms overlap:2x2,serial:2x2
-wanted 7b && bench 7b 480 $job --shape 7b --groups 16 --arms overlap,serial,disaggregated
+# Half a group's suffixes at a time: one GPU that trains 7B alone has room for no more.
+wanted 7b && bench 7b 480 $job --shape 7b --groups 16 --arms overlap,serial,disaggregated --set run.suffix_micro_batch_samples=4
 wanted rollout && part rollout 240 $tests tests/contract/rollout/test_rollout_contract.py -k vllm-cuda-tp2
 exit 0
