@@ -24,6 +24,8 @@ def meminfo(name: str) -> int:
 def main(wanted_gib: float) -> None:
     began, held = time.monotonic(), []
     print(f"MemTotal {meminfo('MemTotal') >> 20} GiB", flush=True)
+    if meminfo("MemTotal") >> 20 >= wanted_gib:
+        return
     for _ in range(int(wanted_gib * (1 << 30)) // PIECE):
         deadline = time.monotonic() + PATIENCE_S
         while meminfo("MemAvailable") < MARGIN_KIB + (PIECE >> 10):
