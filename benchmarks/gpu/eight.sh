@@ -16,7 +16,6 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 . "$root/benchmarks/gpu/environment.sh"
 ROLLPLEX_LIMIT_S=${ROLLPLEX_LIMIT_S:-570}
 . "$root/benchmarks/gpu/parts.sh"
-work=${ROLLPLEX_WORK:-${TMPDIR:-/tmp}/rollplex-bench-data}
 cd "$root"
 
 if [ "$device" = cpu ]; then

@@ -1,5 +1,10 @@
 # Sourced, after environment.sh, with $out: parts of one go, each with a limit, whose results are there as soon as they are known.
 mkdir -p "$out"
+work=${ROLLPLEX_WORK:-${TMPDIR:-/tmp}/rollplex-bench-data}
+# Of this go alone, short, since sockets lie in it: meshes that are found there are ours to end.
+TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/rg.XXXXXX")
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
 began=$(date +%s)
 total=${ROLLPLEX_LIMIT_S:-540}
 
@@ -25,9 +30,9 @@ part() {
 }
 
 # Ends the mesh of a part that was cut off, so that it does not disturb the next one: its supervisor's number is in its own
-# runtime directory. Its logs are kept.
+# runtime directory, inside this go's. Its logs are kept.
 reap() {
-    for file in "${TMPDIR:-/tmp}"/rpb-*/*/supervisord.pid; do
+    for file in "$TMPDIR"/rpb-*/*/supervisord.pid; do
         [ -e "$file" ] || continue
         pid=$(cat "$file")
         cp -r "$(dirname "$file")/logs" "$out/$name-cut-off" 2>/dev/null || true

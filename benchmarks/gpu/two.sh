@@ -14,7 +14,6 @@ parts=${*:-facts peer nccl exact publish 3b 3b-tp2 7b}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 . "$root/benchmarks/gpu/environment.sh"
 . "$root/benchmarks/gpu/parts.sh"
-work=${ROLLPLEX_WORK:-${TMPDIR:-/tmp}/rollplex-bench-data}
 cd "$root"
 tests="$python -m pytest -s -p no:cacheprovider"
 
