@@ -69,16 +69,14 @@ class Communicator:
                             if found.rank != self.rank}
             init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device,
                                  store=dist.FileStore(str(self._meeting.folder / "store"), self.size))
-        except (RollplexError, RuntimeError, OSError) as error:
-            self._leave(Unavailable(f"{self.role} rank {self.rank} could not join epoch {epoch}: {error}",
+            self._watch_peers(self._meeting)
+        except Exception as error:  # noqa: BLE001 - nobody waits for this call; the first command that needs the group says why
+            what = str(error) if isinstance(error, RollplexError) else f"{type(error).__name__}: {error}"
+            self._leave(Unavailable(f"{self.role} rank {self.rank} could not join epoch {epoch}: {what}",
                                     reason="NO_COMMUNICATOR", epoch=epoch))
             log.warning("%s", self._unusable)
             return
-        group = tensor_parallel_group()
-        if torch.device(self._device).type == "cuda":
-            meeting = self._meeting
-            self._watch = PeerWatch(self._pidfds, lambda peer: meeting.read("left", peer), group.abort)
-        self.use_group(group)
+        self.use_group(tensor_parallel_group())
         self._entered, self._commands, self._unusable = epoch, 0, None
 
     @contextmanager
@@ -135,6 +133,10 @@ class Communicator:
         self._announced = CLOSING
         if self.size > 1:
             self._leave(Unavailable(f"{self.role} rank {self.rank} is ending", reason="NO_COMMUNICATOR"))
+
+    def _watch_peers(self, meeting: Meeting) -> None:
+        if torch.device(self._device).type == "cuda":
+            self._watch = PeerWatch(self._pidfds, lambda rank: meeting.read("left", rank), tensor_parallel_group().abort)
 
     def _still_wanted(self, epoch: int) -> None:
         if self._announced != epoch:
