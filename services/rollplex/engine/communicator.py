@@ -67,7 +67,7 @@ class Communicator:
                                  go_on=lambda: self._still_wanted(epoch))
             self._pidfds = {found.rank: os.pidfd_open(found.pid) for found in self._meeting.attendances
                             if found.rank != self.rank}
-            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device,
+            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device, asks_errors=True,
                                  store=dist.FileStore(str(self._meeting.folder / "store"), self.size))
             self._watch_peers(self._meeting)
         except Exception as error:  # noqa: BLE001 - nobody waits for this call; the first command that needs the group says why

@@ -49,8 +49,13 @@ def init_tensor_parallel(
     store: str | dist.Store | None = None,
     timeout_s: float = 600.0,
     device: torch.device | str = "cpu",
+    asks_errors: bool = False,
 ) -> None:
-    """Join the TP group: NCCL when `device` is CUDA, which must have its number, else gloo. `store` is a Store or file:///path."""
+    """Join the TP group: NCCL when `device` is CUDA, which must have its number, else gloo. `store` is a Store or file:///path.
+
+    A collective of NCCL past its deadline ends the process; of a caller that `asks_errors` (`group_error`, once the GPU has done
+    what depends on collectives) the group alone, where torch can tell.
+    """
     if not 0 <= rank < size:
         raise BadInput(f"tensor-parallel rank {rank} of {size}")
     timeout = timedelta(seconds=timeout_s)
@@ -63,8 +68,7 @@ def init_tensor_parallel(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return
     torch.cuda.set_device(device)
-    # Past its deadline a collective ends the group, where torch then says so, or else the process: never with garbage as result.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2" if _tells_errors() else "1")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2" if asks_errors and _tells_errors() else "1")
     # Named, so that ranks connect now and not in their first command.
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device,
                             pg_options=_nccl_options(timeout))
