@@ -50,7 +50,8 @@ def arm_tables(job: Job, arm: Arm, runtime_dir: Path, hbm_bytes: int) -> dict[st
         mesh |= {"devices": "cuda", "sharing": arm.policy}
         longest = job.prompt_tokens + job.max_response
         rollout = {"engine": "vllm", "max_rows": rows, "threads": GPU_THREADS, "vllm": {
-            "kv_cache_gib": kv_cache_gib(job), "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS}}
+            "sample_generators": False, "kv_cache_gib": kv_cache_gib(job),
+            "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS}}
         # One plan for all arms: with other activations kept, more than the schedule would differ.
         choice = gpu_plan(job, hbm_bytes).choice
         run |= {"saved_activations": choice.activations, "suffix_activations": choice.suffix_activations}
