@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from runs import iterate, weights_of
+from figures import figure
+from runs import distance, iterate, weights_of
 from supervised_mesh import ENGINES, Once, SupervisedMesh, supervised_mesh
 
 from rollplex.core.sharing import PIPE_VARIABLE, without_mps_variables
@@ -91,7 +91,7 @@ def mesh(request, tiny_checkpoint, videos) -> Iterator[SupervisedMesh]:
 
 def hashes(mesh: SupervisedMesh, run: str) -> tuple[str, str]:
     """(actor, master weights and moments), between iterations."""
-    return mesh.actor_hash(run, mesh.client.get_run(run).snapshot), mesh.state_hash(run)
+    return mesh.hashes.actor(run, mesh.client.get_run(run).snapshot), mesh.hashes.state(run)
 
 
 def disturbed(mesh: SupervisedMesh, run: str, prompts, moment: str, strike: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ def test_each_engine_is_killed_between_and_during_iterations(mesh, prompts, tmp_
     alone = client.create_run("alone", config).name
     iterate(client, alone, prompts, count)
     error = distance(found, weights_of(client, alone, tmp_path / "alone"), start)
-    print(f"{mesh.variant}: {count} iterations with {2 * len(ENGINES)} kills against none: {error:.1e} of the update's norm")
+    figure("killed against left alone", mesh=str(mesh.variant), iterations=count, kills=2 * len(ENGINES), relative_difference=error)
     assert error <= mesh.variant.bound
 
 
@@ -141,12 +141,12 @@ def test_a_device_fault_restarts_every_engine_and_loses_nothing(mesh, prompts):
     iterate(client, run, prompts)
     with fault(mesh) as strike:
         before, pids = hashes(mesh, run), mesh.pids()
-        mesh.dismiss_witness()
+        mesh.hashes.dismiss()
         strike()
         mesh.restarted(pids, *ENGINES)
     assert hashes(mesh, run) == before, "a fault between iterations"
     iterate(client, run, prompts)
-    mesh.dismiss_witness()
+    mesh.hashes.dismiss()
     with fault(mesh) as strike:
         pids = mesh.pids()
         disturbed(mesh, run, prompts, "samples", strike)
@@ -176,13 +176,3 @@ def fault(mesh: SupervisedMesh) -> Iterator[Callable[[], None]]:
 
         yield strike
         assert stranger.wait(WAIT_S) not in (0, None), "the access was no fault"
-
-
-def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], start: dict[str, np.ndarray]) -> float:
-    """||dA - dB|| / ||dA|| over all parameters."""
-    def norm(left, right) -> float:
-        return sum(float(np.square(left[name].astype("f8") - right[name]).sum()) for name in start) ** 0.5
-
-    moved = norm(expected, start)
-    assert moved > 0
-    return norm(found, expected) / moved

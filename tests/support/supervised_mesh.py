@@ -1,10 +1,7 @@
-"""A mesh as `rollplex up` starts it, under its supervisor: services that die come back by themselves. Slabs are hashed where they
-lie, by a process that is a client of the mesh's MPS daemon where there is one."""
+"""A mesh as `rollplex up` starts it, under its supervisor: services that die come back by themselves."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollplex.core.sharing import PIPE_VARIABLE, without_mps_variables
+from slab_hashes import SlabHashes
+
 from rollplex_client import Client
 from rollplex_client.cli.mesh import HealthProbe, bring_up, last_lines, stop_timeout_s
 from rollplex_client.cli.programs import log_path
@@ -31,12 +29,12 @@ RESTART_S = 240.0
 
 
 class SupervisedMesh:
-    """`kill`, `pids` and `restarted` speak of services by name; `actor_hash` and `state_hash` of an open run's slabs."""
+    """`kill`, `pids` and `restarted` speak of services by name; `hashes` of an open run's slabs."""
 
     def __init__(self, settings: Settings, supervisor: Any, client: Client) -> None:
         self.settings, self.client = settings, client
         self._supervisor = supervisor
-        self._witness: subprocess.Popen[str] | None = None
+        self.hashes = SlabHashes(settings.mesh, lambda: self.pids()["broker"])
 
     @property
     def mesh(self):
@@ -70,41 +68,6 @@ class SupervisedMesh:
     def logs(self, *names: str) -> str:
         return "\n".join(f"{name}:\n" + "\n".join(last_lines(log_path(self.mesh.runtime_dir, name), 25)) for name in names)
 
-    def actor_hash(self, run: str, snapshot: int) -> str:
-        """Of the actor's bytes on device 0, by a READ lease on this snapshot. Between iterations only."""
-        return self._ask("actor", run, snapshot)
-
-    def state_hash(self, run: str) -> str:
-        """Of master weights and moments, in host memory; the trainer has them leased, so by the broker's own descriptor."""
-        pid = self.pids()["broker"]
-        wanted = f"/memfd:rollplex:runs/{run}/trainer-0/optimizer (deleted)"
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                if str(entry.readlink()) == wanted:
-                    with entry.open("rb") as file:
-                        return hashlib.file_digest(file, "sha256").hexdigest()
-            except FileNotFoundError:
-                continue
-        raise AssertionError(f"the broker holds no {wanted}")
-
-    def _ask(self, *question: object) -> str:
-        if self._witness is None:
-            variables = without_mps_variables(dict(os.environ)) | {PIPE_VARIABLE: str(self.mesh.mps_pipe_dir)}
-            self._witness = subprocess.Popen(
-                [sys.executable, str(Path(__file__).parent / "slab_witness.py"), self.mesh.address("broker"),
-                 str(self.mesh.handle_socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
-        self._witness.stdin.write(json.dumps(question) + "\n")
-        self._witness.stdin.flush()
-        answer = self._witness.stdout.readline().strip()
-        assert answer, f"the witness ended with status {self._witness.wait(30)}"
-        return answer
-
-    def dismiss_witness(self) -> None:
-        """Before a fault that takes every client of the daemon along."""
-        witness, self._witness = self._witness, None
-        if witness is not None:
-            witness.communicate(timeout=60)
-
 
 @contextmanager
 def supervised_mesh(tables: dict[str, Any]) -> Iterator[SupervisedMesh]:
@@ -123,7 +86,7 @@ def supervised_mesh(tables: dict[str, Any]) -> Iterator[SupervisedMesh]:
                 yield made
         finally:
             if made is not None:
-                made.dismiss_witness()
+                made.hashes.dismiss()
             supervisor.shut_down(stop_timeout_s(settings))
 
 
