@@ -129,7 +129,8 @@ def test_each_engine_is_killed_between_and_during_iterations(mesh, prompts, tmp_
     alone = client.create_run("alone", config).name
     iterate(client, alone, prompts, count)
     error = distance(found, weights_of(client, alone, tmp_path / "alone"), start)
-    figure("killed against left alone", mesh=str(mesh.variant), iterations=count, kills=2 * len(ENGINES), relative_difference=error)
+    figure("killed against left alone", mesh=str(mesh.variant), iterations=count, kills=2 * len(ENGINES),
+           relative_difference=error)
     assert error <= mesh.variant.bound
 
 

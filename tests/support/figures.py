@@ -1,4 +1,4 @@
-"""Numbers that a test is run for. Printed, and kept as a JSON line each in the file that ROLLPLEX_FIGURES names: `-q` shows neither."""
+"""Numbers that a test is run for: printed, and a JSON line each in the file that ROLLPLEX_FIGURES names."""
 
 from __future__ import annotations
 
