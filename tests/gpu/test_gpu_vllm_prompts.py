@@ -1,4 +1,4 @@
-"""What rollout hands to vLLM, its patches computed on the GPU beside other work: the host's to the bit; how long a prompt takes."""
+"""What rollout hands to vLLM, its patches computed on the GPU beside other work: the host's to the bit, and the time of it."""
 
 from __future__ import annotations
 
