@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -17,18 +18,31 @@ from torch import nn
 
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
-from rollplex.model.decoder_block import Linear, stretches
 from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
 from rollplex.model.parallel import Group, tensor_parallel_group
-from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, rotate
+from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, add_and_norm, rotate, rotate_both
 from rollplex.model.vision import build_tower
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class WholeLinear(nn.Module):
+    """In place of Megatron-Core's where there is one rank: as many kernels, a third of the host's time (a layer of 3B takes an
+    H200 about a millisecond, and the host behind Megatron's modules longer)."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight, self.bias), None
+
+
 class Layers:
-    """Builds Megatron-Core layers for one rank; the input's gradient is reduced once per block, by `copy_in`."""
+    """Builds layers for one rank, Megatron-Core's where there are several; the input's gradient is reduced once per block, by
+    `copy_in`."""
 
     def __init__(self, dtype: torch.dtype, group: Group) -> None:
         self.group = group
@@ -41,7 +55,9 @@ class Layers:
             params_dtype=dtype,
         )
 
-    def column(self, inputs: int, outputs: int, *, bias: bool) -> ColumnParallelLinear:
+    def column(self, inputs: int, outputs: int, *, bias: bool) -> ColumnParallelLinear | WholeLinear:
+        if self.size == 1:
+            return WholeLinear(inputs, outputs, bias=bias, dtype=self.dtype)
         return ColumnParallelLinear(
             inputs,
             outputs,
@@ -52,7 +68,9 @@ class Layers:
             tp_group=self.group,
         )
 
-    def row(self, inputs: int, outputs: int) -> RowParallelLinear:
+    def row(self, inputs: int, outputs: int) -> RowParallelLinear | WholeLinear:
+        if self.size == 1:
+            return WholeLinear(inputs, outputs, bias=False, dtype=self.dtype)
         return RowParallelLinear(
             inputs,
             outputs,
@@ -65,7 +83,7 @@ class Layers:
         )
 
     def copy_in(self, x: torch.Tensor) -> torch.Tensor:
-        return copy_to_tensor_model_parallel_region(x, group=self.group)
+        return x if self.size == 1 else copy_to_tensor_model_parallel_region(x, group=self.group)
 
 
 class SelfAttention(nn.Module):
@@ -87,8 +105,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
         x_TD = self.copy_in(x_TD)
-        q_THd = rotate(self.q_proj(x_TD)[0].unflatten(-1, (-1, self.size)), rope)
-        k_TKd, v_TKd = self.keys_values(x_TD, rope)
+        q, k, v_TKd = (proj(x_TD)[0].unflatten(-1, (-1, self.size)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q_THd, k_TKd = rotate_both(q, k, rope)
         out_TD = self.o_proj(attend(q_THd, k_TKd, v_TKd).flatten(1).contiguous())[0]
         return out_TD, k_TKd, v_TKd
 
@@ -113,36 +131,17 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, layers)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, layers.dtype)
         self.mlp = GatedMLP(config, layers)
-        self._stretches = stretches(config.head_size, config.rms_norm_eps) if layers.size == 1 else None
 
     def keys_values(self, x_TD: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """All that a later token needs of this layer: k (rotated), v [T, K, d]."""
-        if self._stretches is not None:
-            attention = self.self_attn
-            return self._stretches.keys_values(x_TD, self.input_layernorm.weight, _linear(attention.k_proj),
-                                               _linear(attention.v_proj), *rope)
         return self.self_attn.keys_values(self.self_attn.copy_in(self.input_layernorm(x_TD)), rope)
 
     def forward(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
         """-> hidden [T, D], k, v [T, K, d]"""
-        if self._stretches is not None:
-            return self._forward_of_one_rank(x_TD, rope, attend)
         attended_TD, k_TKd, v_TKd = self.self_attn(self.input_layernorm(x_TD), rope, attend)
-        x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD)), k_TKd, v_TKd
-
-    def _forward_of_one_rank(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
-        attention, mlp = self.self_attn, self.mlp
-        q_THd, k_TKd, v_TKd = self._stretches.queries_keys_values(
-            x_TD, self.input_layernorm.weight, *map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj)), *rope)
-        x_TD = self._stretches.after_attention(
-            x_TD, attend(q_THd, k_TKd, v_TKd), attention.o_proj.weight, self.post_attention_layernorm.weight,
-            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        return x_TD, k_TKd, v_TKd
-
-
-def _linear(module: ColumnParallelLinear) -> Linear:
-    return module.weight, module.bias
+        norm = self.post_attention_layernorm
+        x_TD, normed_TD = add_and_norm(x_TD, attended_TD, norm.weight, norm.eps)
+        return x_TD + self.mlp(normed_TD), k_TKd, v_TKd
 
 
 class Decoder(nn.Module):
