@@ -61,7 +61,8 @@ def arm_tables(job: Job, arms: list[Arm], arm: Arm, runtime_dir: Path, hbm_bytes
         mesh |= {"devices": "cuda", "sharing": arm.policy, "collective_timeout_s": COLLECTIVE_TIMEOUT_S}
         longest = job.prompt_tokens + job.max_response
         rollout = {"engine": "vllm", "max_rows": rows, "threads": GPU_THREADS, "vllm": {
-            "kv_cache_gib": kv_cache_gib(job, arm), "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS}}
+            "sample_generators": False, "kv_cache_gib": kv_cache_gib(job, arm),
+            "max_model_len": -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS}}
         # One choice for all arms: with other activations kept, more than the schedule would differ.
         choice = common_choice([gpu_plan(job, each, hbm_bytes, host_bytes) for each in arms])
         run |= {"saved_activations": choice.activations, "suffix_activations": choice.suffix_activations}

@@ -39,8 +39,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     how.add_argument("--host-gib", type=float, default=None, metavar="N", help="host memory that slabs may take (default: seven "
                      "eighths of the container's limit or the machine's memory, which may grow as it is used)")
     how.add_argument("--vs", choices=("trl",), help="afterwards, the same job with TRL's GRPOTrainer")
-    _number(how, "--trl-batch", 8, "samples of TRL's micro-batch")
-    _number(how, "--trl-vllm-share", 0.35, "of the GPU's memory for TRL's vLLM", float)
+    _number(how, "--trl-batch", 4, "samples of TRL's micro-batch")
+    _number(how, "--trl-vllm-share", 0.25, "of the GPU's memory for TRL's vLLM", float)
     how.add_argument("--trl-vllm", type=_options, default={}, metavar="JSON", help="further arguments of TRL's vllm.LLM, as "
                      '{"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}, which starts in less time')
     how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries every step, with no claim to speed")

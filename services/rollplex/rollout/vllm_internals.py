@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,19 +139,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def render(engine: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Token ids with placeholders expanded, pixels, grids and timing, to be given to `add_request` any number of times.
+def pixels_as_given() -> dict[str, Any]:
+    """Arguments of EngineArgs with which the tower takes normalised pixels. 0.32's own processor leaves that to the tower."""
+    from vllm import EngineArgs
 
-    `LLMEngine.add_request` takes a raw prompt too, but would process its media once a sample, and not show the result.
+    name = "mm_device_do_normalize"
+    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
+def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tensor], media: Mapping[str, Any]) -> dict[str, Any]:
+    """What `add_request` takes any number of times, as vLLM's processor would have made it, by the model's own list of fields.
+
+    `token_ids`: placeholders expanded. `fields`: by the names of the model's forward pass, all media of a kind in one. `media`:
+    kind -> (name, first placeholder, placeholders) of each; the name is the key of vLLM's caches.
     """
-    (rendered,) = engine.renderer.render_cmpl([prompt])
-    return rendered
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-
-def passes_video_metadata(engine: Any) -> bool:
-    """Whether vLLM hands a video's timing on to the checkpoint's processor (0.32); before, it dropped it (0.26), and the
-    processor, which takes the rate from there only (transformers 5), assumed 24 frames a second."""
-    return engine.renderer.get_mm_processor().data_parser.video_needs_metadata
+    if not media:
+        return tokens_input(token_ids)
+    layout = engine.renderer.get_mm_processor()._get_mm_fields_config(fields, {})
+    return mm_input(
+        token_ids, MultiModalKwargsItems.from_hf_inputs(fields, layout),
+        {kind: [name for name, _, _ in items] for kind, items in media.items()},
+        {kind: [PlaceholderRange(offset=first, length=length) for _, first, length in items] for kind, items in media.items()})
 
 
 def drop_caches(engine: Any) -> bool:
