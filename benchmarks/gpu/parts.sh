@@ -1,7 +1,7 @@
 # Sourced, after environment.sh, with $out: parts of one go, each with a limit, whose results are there as soon as they are known.
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-export PYTHONWARNINGS=ignore
+export PYTHONWARNINGS=ignore NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 work=${ROLLPLEX_WORK:-${TMPDIR:-/tmp}/rollplex-bench-data}
 # Of this go alone, short, since sockets lie in it: meshes that are found there are ours to end.
 TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/rg.XXXXXX")
