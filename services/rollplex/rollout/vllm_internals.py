@@ -37,7 +37,7 @@ def set_environment(collective_timeout_s: float) -> None:
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(max(1, round(collective_timeout_s)))
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_MAX_CTAS": str(MAX_CTAS),
-                "NCCL_SOCKET_IFNAME": "lo"}
+                "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # In this process transformers has imported dynamo, which read the variable then.
