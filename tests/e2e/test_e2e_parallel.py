@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from runs import BASE, actor_mappings, distance, iterate, mixed, new_run, weights_of
 
-from rollplex.core.errors import RollplexError, WrongState
+from rollplex.core.errors import WrongState
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(580)]
 
@@ -73,11 +73,10 @@ def test_two_training_ranks_over_two_replicas(another_mesh, recorded, prompts, i
         iterate(client, live, mixed(prompts, image))
         handle = client.submit_iteration(live, mixed(prompts, image))
         wide.kill("trainer-1")
-        with pytest.raises(RollplexError, match="trainer-1"):
-            client.wait(handle)
         wide.start("trainer-1")
+        assert client.wait(handle).state == "done"
         iterate(client, live, mixed(prompts, image))
-        assert client.get_run(live).snapshot == 2
+        assert client.get_run(live).snapshot == 3
 
 
 def test_four_training_ranks_over_rollout_at_two_in_float64(another_mesh, recorded, tmp_path):

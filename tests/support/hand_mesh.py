@@ -21,7 +21,7 @@ from rollplex.rpc.channel import sync_channel
 from rollplex_client import Client
 
 ENGINES = {"trainer": "--rank", "reference": "--rank", "rollout": "--replica"}
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 
 
 def _module(name: str) -> list[str]:

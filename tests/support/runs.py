@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from rollplex_client import Media, Prompt
+from rollplex_client.results import PhaseSpan
 
 numbers = itertools.count()
 BASE = {"sampling": {"samples_per_group": 4, "max_response_tokens": 8},
@@ -57,3 +58,22 @@ def actor_mappings(pid: int) -> set[tuple[int, int, int]]:
             start, end, offset = (int(match[index], 16) for index in (1, 2, 3))
             found.add((int(match[4]), offset, end - start))
     return found
+
+
+def run_two(mesh, client, config, prompts, name="", span=""):
+    """Two iterations; `name` is killed where `span` begins for the second time in the run, and started again."""
+    run, seen, killed = new_run(client, **config), [], []
+
+    def kill(event):
+        if isinstance(event.body, PhaseSpan) and event.body.span == span and not event.body.ended:
+            seen.append(event.sequence)
+            if len(seen) == 2 and not killed:
+                killed.append(name)
+                mesh.kill(name)
+                mesh.start(name)
+
+    for _ in range(2):
+        done = client.wait(client.submit_iteration(run, prompts), on_event=kill)
+        assert done.state == "done"
+    assert killed == ([name] if name else [])
+    return run

@@ -34,6 +34,7 @@ from rollplex.coordinator.records import (
     row_from_json,
     row_to_json,
 )
+from rollplex.coordinator.recovery import LOSSES
 from rollplex.coordinator.rewards import RewardBook, RewardDesk
 from rollplex.coordinator.run_config import read_config
 from rollplex.coordinator.takeover import Job, finish_update, read_kept, take_up
@@ -62,6 +63,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCEL_PAUSE_S = 0.02
+PREPARE_PAUSE_S = 0.5
+"""Where the broker is away as a coordinator takes over."""
 
 
 class Coordinator:
@@ -119,15 +122,22 @@ class Coordinator:
 
     async def _prepare_again(self, run: Run, iteration: Iteration) -> None:
         rows = [row_from_json(value) for value in await self.journal.prompts(iteration.key)]
-        count = 1 if iteration.key.validation else self.config_of(run).sampling.samples_per_group
+        config = self.config_of(run)
+        count = 1 if iteration.key.validation else config.sampling.samples_per_group
         kept = await read_kept(self.journal, iteration)
-        try:
-            prompts = await self.intake.prepare(iteration.key, rows, iteration.first_ordinal, count)
-        except RollplexError as error:
-            done, updates = (kept.all_updated, len(kept.updates)) if kept else (False, 0)
-            await self._end(iteration, *_verdict(done, updates, error))
+        deadline_s = time.monotonic() + config.recovery_timeout_s
+        while True:
+            try:
+                prompts = await self.intake.prepare(iteration.key, rows, iteration.first_ordinal, count)
+            except RollplexError as error:
+                if error.reason in LOSSES and time.monotonic() < deadline_s:
+                    await asyncio.sleep(PREPARE_PAUSE_S)
+                    continue
+                done, updates = (kept.all_updated, len(kept.updates)) if kept else (False, 0)
+                await self._end(iteration, *_verdict(done, updates, error))
+                return
+            self._enqueue(Job(iteration, prompts, kept))
             return
-        self._enqueue(Job(iteration, prompts, kept))
 
     async def _finish_orphaned_update(self) -> None:
         """Rolls forward an update whose iteration cannot go on."""

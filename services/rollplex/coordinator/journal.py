@@ -20,6 +20,7 @@ from rollplex.coordinator.records import (
     Event,
     Iteration,
     IterationKey,
+    PhaseSpan,
     RewardRegistration,
     Run,
     RunState,
@@ -196,6 +197,13 @@ class Journal:
             "WHERE run = ? AND sequence > ? ORDER BY sequence LIMIT ?", run, after_sequence, limit)
         return [Event(sequence, time_s, iteration, bool(validation), EVENT_KINDS[kind](**json.loads(body)))
                 for sequence, time_s, iteration, validation, kind, body in rows]
+
+    async def last_span(self, key: IterationKey) -> Event | None:
+        """The last event about a span of an iteration."""
+        rows = await self._rows(
+            "SELECT sequence, time_s, body FROM events WHERE run = ? AND validation = ? AND iteration = ? AND kind = 'phase' "
+            "ORDER BY sequence DESC LIMIT 1", key.run, key.validation, key.iteration)
+        return Event(rows[0][0], rows[0][1], key.iteration, key.validation, PhaseSpan(**json.loads(rows[0][2]))) if rows else None
 
     async def last_sequence(self, run: str) -> int:
         return (await self._rows("SELECT coalesce(max(sequence), 0) FROM events WHERE run = ?", run))[0][0]

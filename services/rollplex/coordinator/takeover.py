@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from rollplex.coordinator.intake import Prompt
@@ -20,6 +21,8 @@ class Kept:
     """Its updates, in order, that are behind it."""
     open_update: UpdateRecord | None = None
     """One that was begun: it is rolled forward before anything else."""
+    elapsed_s: float = 0.0
+    """Since it began, by the clock of its events."""
 
     @property
     def updates(self) -> list[UpdateRecord]:
@@ -50,12 +53,17 @@ async def read_kept(journal: Journal, iteration: Iteration) -> Kept | None:
         kept.published = await journal.published_updates(key.run, key.iteration)
         record = await journal.open_update(key.run)
         kept.open_update = record if record is not None and record.iteration == key.iteration else None
+    last = await journal.last_span(key)
+    if last is not None:
+        # A clock that was set back meanwhile must not make spans overlap.
+        kept.elapsed_s = last.body.start_s + last.body.duration_s + max(0.0, time.time() - last.time_s)
     return kept
 
 
 def take_up(work: IterationWork, kept: Kept) -> None:
     """Begins where the journal ends."""
     work.resumed = True
+    work.timeline.go_on_at(kept.elapsed_s)
     work.samples = {(sample.group_index, sample.sample_index): sample for sample in kept.samples}
     work.update_begun = kept.open_update is not None
     _count_updates(work, kept.published)

@@ -19,6 +19,10 @@ class Timeline:
         self.spans: dict[str, list[tuple[float, float]]] = {}
         """Name -> [(start_s, duration_s), ...]."""
 
+    def go_on_at(self, elapsed_s: float) -> None:
+        """Of an iteration that began that long ago, under an earlier coordinator."""
+        self._began = time.monotonic() - elapsed_s
+
     def now_s(self) -> float:
         return time.monotonic() - self._began
 

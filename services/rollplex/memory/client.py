@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND")
 """Reasons that a new connection may cure."""
-_AWAY = ("UNAVAILABLE", "DRAINING")
-"""Reasons that go with time: gRPC's own, of a broker that is down, and a broker's last."""
+_AWAY = ("UNAVAILABLE", "DRAINING", "RECONNECT_GRACE")
+"""Reasons that go with time: gRPC's own, of a broker that is down; a broker's last; a restarted one's, which waits for others."""
 _RETRY_S = 1.0
 """Between attempts of the watching thread after a refusal."""
 

@@ -25,7 +25,8 @@ CODES: dict[type[errors.RollplexError], grpc.StatusCode] = {
     errors.DataLoss: grpc.StatusCode.DATA_LOSS,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-KINDS = {code: kind for kind, code in CODES.items()}
+KINDS = {code: kind for kind, code in CODES.items()} | {grpc.StatusCode.CANCELLED: errors.Unavailable}
+"""A call that its server cancelled is one of a process that drains: what we cancel ourselves is no RpcError."""
 
 
 def code_of(error: errors.RollplexError) -> grpc.StatusCode:

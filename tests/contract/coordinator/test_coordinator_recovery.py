@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from stub_mesh import stub_mesh, text_rows
 
-from rollplex.coordinator import peers, ranks
+from rollplex.coordinator import peers, ranks, recovery
 from rollplex.coordinator.records import IterationState, Note
 from rollplex.coordinator.recovery import LOSSES
 from rollplex.core.errors import InternalError, OutOfMemory, Unavailable, WrongState
@@ -218,6 +218,21 @@ async def test_a_service_that_does_not_come_back_ends_the_iteration_in_time(mesh
     assert "reference-0 was lost" in failed.error.message and "run.recovery_timeout_s" in failed.error.message
     await mesh.replace("reference-0")
     assert (await mesh.finished(await submit(mesh))).state is IterationState.DONE
+
+
+async def test_a_phases_time_begins_anew_when_a_lost_service_is_back(mesh, monkeypatch):
+    monkeypatch.setattr(ranks, "LOST_AFTER_S", 0.2)
+    monkeypatch.setattr(peers, "JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(recovery, "PHASE_GRACE_S", 0.0)
+    await open_run(mesh, phase_timeout_s=3.0)
+    mesh.rollout.last_token_gate = threading.Event()
+    key = await submit(mesh)
+    await asyncio.to_thread(mesh.most_scored.wait, 20)
+    await mesh.kill("rollout-0")
+    await noted(mesh, "SERVICE_LOST")
+    await asyncio.sleep(3.5)
+    await mesh.replace("rollout-0")
+    assert (await mesh.finished(key)).state is IterationState.DONE
 
 
 async def test_an_iteration_that_waits_for_a_service_can_be_cancelled(mesh, monkeypatch):
