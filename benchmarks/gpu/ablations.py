@@ -42,8 +42,10 @@ ABLATIONS = tuple(field.name for field in fields(AblationConfig))
 CHOICES = {"trainer": {"gradients": "hbm"}, "reference": {"weights": "paged"},
            "run": {"saved_activations": "from_inputs", "suffix_activations": "recompute"}}
 LARGE = 1 << 40
-TINY_CHUNK = 1 << 12
-"""Elements: of the default, the tiny model is one chunk, ablated or not."""
+TINY = {"run": {"saved_activations": "recompute",
+                "optimizer": {"chunk_elements": 1 << 12, "vision_learning_rate": 0.0, "projector_learning_rate": 0.0}}}
+"""Of the default chunk the tiny model is one, ablated or not; and plans leave out the patches that a tower in training keeps,
+which are more than all else of a model so small."""
 
 
 def run_config(settings: Settings, **ablation: bool) -> RunConfig:
@@ -120,7 +122,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="rpa-") as folder:
         settings = merged(arm_settings(job, arm, Path(folder) / "rt", arguments, LARGE), CHOICES)
         if arguments.shape == "tiny" and not arguments.model:
-            settings = merged(settings, {"run": {"optimizer": {"chunk_elements": TINY_CHUNK}}})
+            settings = merged(settings, TINY)
         plans = planned(job, settings)
         budget_gib = halfway(plans) / GIB
         settings = merged(settings, {"mesh": {"hbm_budget_gib": budget_gib}})
