@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.core.errors import InternalError
+from rollplex_client.bench.arms import TIME_SLICE, Arm
 from rollplex_client.bench.gpu_memory import watch_memory
 from rollplex_client.bench.job import Job
 from rollplex_client.bench.measure import FIRST_MEASURED, mfu, rollout_distance, throughput
@@ -64,6 +65,6 @@ def trl_result(job: Job, measured: dict[str, Any], arms: list[dict[str, Any]], h
     step_s = statistics.median(steps)
     return measured | {"step_s": step_s, "mfu": mfu(job, works, steps, hardware, 1),
                        "rollout": rollout_distance(job, works, measured["generate_s"][FIRST_MEASURED:len(measured["steps_s"])],
-                                                  hardware),
+                                                   hardware, Arm("serial", TIME_SLICE)),
                        "throughput": throughput(works, steps, job.samples),
                        "slower_than": {arm["arm"]: step_s / arm["wall_s"] for arm in arms}}

@@ -98,7 +98,6 @@ Submit = Callable[..., IterationHandle]
 
 ATTEMPTS = 3
 """How often an iteration is handed in when a service dies under it."""
-LOST_REASONS = ("COORDINATOR_RESTARTED", "ENGINE_RESTARTED")
 RECONNECT_S = 60.0
 """How long a coordinator or an engine may be away when an iteration is handed in."""
 RETRY_PAUSE_S = 0.5
@@ -139,8 +138,7 @@ class TrainingLoop:
                 self._follow(submit())
                 return
             except RollplexError as error:
-                lost = isinstance(error, Aborted | Unavailable) or error.reason in LOST_REASONS
-                if not left or not lost:
+                if not left or not isinstance(error, Aborted | Unavailable):
                     raise
                 self._observer.on_retry(error)
 

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from rollplex.coordinator import orders
 from rollplex.coordinator.checkpoints import AUTO, FRESH, RunCheckpoints, restored_run
 from rollplex.coordinator.events import EventLog
-from rollplex.coordinator.intake import Intake, Prompt
-from rollplex.coordinator.iteration import IterationWork, run_iteration, run_validation
+from rollplex.coordinator.intake import Intake
+from rollplex.coordinator.iteration import run_iteration, run_validation
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.mesh import Mesh
-from rollplex.coordinator.peers import Place
+from rollplex.coordinator.peers import EngineGroup, Place
 from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import (
     ErrorRecord,
@@ -36,7 +36,9 @@ from rollplex.coordinator.records import (
 )
 from rollplex.coordinator.rewards import RewardBook, RewardDesk
 from rollplex.coordinator.run_config import read_config
+from rollplex.coordinator.takeover import Job, finish_update, read_kept, take_up
 from rollplex.coordinator.update import roll_forward
+from rollplex.coordinator.work import IterationWork
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import (
@@ -59,13 +61,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-@dataclasses.dataclass(slots=True)
-class Job:
-    """A queued iteration with its prepared prompts."""
-
-    iteration: Iteration
-    prompts: list[Prompt]
+CANCEL_PAUSE_S = 0.02
 
 
 class Coordinator:
@@ -88,8 +84,6 @@ class Coordinator:
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._worker: asyncio.Task[None] | None = None
-        self._interrupted: Iteration | None = None
-        """The iteration that an earlier coordinator was in; its fate is settled before any other runs."""
         self._closing = False
 
     async def _own(self, change: Coroutine[Any, Any, T]) -> T:
@@ -101,7 +95,7 @@ class Coordinator:
     # Life
 
     async def start(self) -> None:
-        """Reads the journal and starts the queue. What an earlier coordinator was in is settled first, in the background."""
+        """Reads the journal and starts the queue. What an earlier coordinator was in goes on first, in the background."""
         await self.rewards.load()
         await self.intake.release_leftovers()
         for run in await self.journal.runs():
@@ -119,41 +113,29 @@ class Coordinator:
     async def _take_over(self, run: Run) -> None:
         if await self.journal.open_update(run.name) is not None:
             run.state = RunState.RECOVERING
-        for iteration in await self.journal.iterations(run.name):
-            if iteration.state is IterationState.RUNNING:
-                self._interrupted = iteration
-            elif iteration.state is IterationState.QUEUED:
-                await self._prepare_again(run, iteration)
+        waiting = [item for item in await self.journal.iterations(run.name) if not item.state.ended]
+        for iteration in sorted(waiting, key=lambda item: item.state is not IterationState.RUNNING):
+            await self._prepare_again(run, iteration)
 
     async def _prepare_again(self, run: Run, iteration: Iteration) -> None:
         rows = [row_from_json(value) for value in await self.journal.prompts(iteration.key)]
         count = 1 if iteration.key.validation else self.config_of(run).sampling.samples_per_group
+        kept = await read_kept(self.journal, iteration)
         try:
             prompts = await self.intake.prepare(iteration.key, rows, iteration.first_ordinal, count)
         except RollplexError as error:
-            await self._end(iteration, IterationState.FAILED, error)
+            done, updates = (kept.all_updated, len(kept.updates)) if kept else (False, 0)
+            await self._end(iteration, *_verdict(done, updates, error))
             return
-        self._enqueue(Job(iteration, prompts))
+        self._enqueue(Job(iteration, prompts, kept))
 
-    async def _settle_interrupted(self) -> None:
-        """Rolls an open update forward, then says what became of the iteration that was interrupted."""
-        run, iteration = self.open_run, self._interrupted
-        if run is None:
-            return
-        record = await self.journal.open_update(run.name)
-        if record is not None:
-            event_log = self.log_of(run)
+    async def _finish_orphaned_update(self) -> None:
+        """Rolls forward an update whose iteration cannot go on."""
+        run = self.open_run
+        record = await self.journal.open_update(run.name) if run is not None else None
+        if record is not None and not any(job.kept and job.kept.open_update for job in self._jobs.values()):
             await roll_forward(self.mesh, self.journal, run, self.config_of(run), record,
-                               lambda note: event_log.emit(iteration.key if iteration else None, note))
-        if iteration is None:
-            return
-        await self._clean_up(run, self.config_of(run), lambda note: self.log_of(run).emit(iteration.key, note))
-        lost = WrongState("the coordinator was restarted while the iteration ran; submit it again",
-                          reason="COORDINATOR_RESTARTED")
-        updates = [] if iteration.key.validation else await self.journal.published_updates(run.name, iteration.key.iteration)
-        done = bool(updates) and updates[-1].mini_batch == updates[-1].mini_batch_count - 1
-        await self._end(iteration, *_verdict(done, len(updates), lost))
-        self._interrupted = None
+                               lambda note: self.log_of(run).emit(None, note))
 
     async def close(self) -> None:
         """Leaves the journal as it is: the next coordinator takes over from there."""
@@ -243,18 +225,14 @@ class Coordinator:
             await asyncio.gather(self._worker, return_exceptions=True)
         for job in list(self._jobs.values()):
             await self._drop(job)
-        interrupted, self._interrupted = self._interrupted, None
-        if interrupted is not None:
-            await self._end(interrupted, IterationState.FAILED, WrongState(
-                "the run is taken back to a durable checkpoint", reason="RUN_RESTORED"))
         self.open_run.state = RunState.CLOSED
         await self.journal.put_run(self.open_run)
         self.open_run = None
         self._worker = asyncio.create_task(self._work(), name="iterations")
 
     def _check_idle(self) -> None:
-        """Raises WrongState while iterations of the open run are queued, running or being settled."""
-        busy = ", ".join(str(key) for key in self._jobs) or (str(self._interrupted.key) if self._interrupted else "")
+        """Raises WrongState while iterations of the open run are queued or running."""
+        busy = ", ".join(str(key) for key in self._jobs)
         if self.open_run is not None and self.open_run.state is RunState.RECOVERING:
             busy = busy or "an update that is rolled forward"
         if busy:
@@ -365,12 +343,20 @@ class Coordinator:
             return iteration.state
         if self._current is not None and self._current[0].key == key:
             work, task = self._current
+            # Cancelled before its first step, a task ends without a word.
+            await asyncio.sleep(0)
             if work.update_begun or work.updates_published:
                 raise WrongState(f"{key} is in UPDATE; it only goes forward", reason="UPDATE_BEGUN")
             if not work.ending:
                 task.cancel()
             await asyncio.wait([task])
-        elif (job := self._jobs.pop(key, None)) is not None:
+            return iteration.state
+        job = self._jobs.get(key)
+        if job is not None and job.kept is not None:
+            # It goes on in a moment, before all others, and is then ended as one that runs.
+            await asyncio.sleep(CANCEL_PAUSE_S)
+            return await self.cancel(key)
+        if self._jobs.pop(key, None) is not None:
             await self._own(self._drop(job))
         return iteration.state
 
@@ -401,12 +387,14 @@ class Coordinator:
     # The queue
 
     async def _work(self) -> None:
-        await self._settle_interrupted()
+        await self._finish_orphaned_update()
         while True:
             job = await self._queue.get()
             if self._jobs.get(job.iteration.key) is not job:
                 continue  # cancelled while it waited
             work = self._work_of(job, self.run(job.iteration.key.run))
+            if job.kept is not None:
+                take_up(work, job.kept)
             task = asyncio.create_task(self._run_job(job, work), name=str(job.iteration.key))
             self._current = work, task
             try:
@@ -422,7 +410,7 @@ class Coordinator:
         try:
             error: RollplexError | None = None
             try:
-                await self._execute(job.iteration, work)
+                await self._execute(job, work)
             except asyncio.CancelledError:
                 if self._closing:
                     raise
@@ -438,10 +426,15 @@ class Coordinator:
             self._jobs.pop(job.iteration.key, None)
             await asyncio.shield(self.intake.release(job.prompts))
 
-    async def _execute(self, iteration: Iteration, work: IterationWork) -> None:
-        iteration.state, iteration.snapshot = IterationState.RUNNING, work.run.snapshot
+    async def _execute(self, job: Job, work: IterationWork) -> None:
+        iteration = job.iteration
+        if job.kept is None:
+            iteration.snapshot = work.run.snapshot
+        iteration.state = IterationState.RUNNING
         await self.journal.put_iteration(iteration)
         self._emit_state(iteration)
+        if job.kept is not None:
+            await finish_update(work, job.kept)
         await (run_validation if iteration.key.validation else run_iteration)(work)
 
     async def _conclude(self, iteration: Iteration, work: IterationWork, error: RollplexError | None) -> None:
@@ -472,7 +465,7 @@ class Coordinator:
 
     async def _clean_up(self, run: Run, config: RunConfig, emit: Callable[[Note], None]) -> None:
         """After an iteration that broke off: engines drop its boundaries and gradients. What is down has none left."""
-        with_reference = config.loss.kl_coef > 0
+        groups = self.mesh.used_groups(config.loss.kl_coef > 0)
         place = Place(run.name, -1, run.snapshot, config.phase_timeout_s)
 
         async def attempt(step: Coroutine[Any, Any, object]) -> None:
@@ -481,10 +474,14 @@ class Coordinator:
             except RollplexError as error:
                 emit(Note("warning", error.reason, f"after the iteration broke off: {error}"))
 
-        await attempt(self.mesh.ensure_ready(run, config.phase_timeout_s, with_reference))
-        for group in self.mesh.used_groups(with_reference):
-            await attempt(self.mesh.quiesce([group], place, leave_snapshot=False))
-        await attempt(self.mesh.drop_gradients(run, config.phase_timeout_s))
+        async def clear(group: EngineGroup) -> None:
+            await self.mesh.ready(group, run, config.phase_timeout_s)
+            await self.mesh.quiesce([group], place, leave_snapshot=False)
+            if group is self.mesh.trainer:
+                await self.mesh.drop_gradients(run, config.phase_timeout_s)
+
+        await attempt(self.mesh.register_snapshot(run))
+        await asyncio.gather(*(attempt(clear(group)) for group in groups))
         await attempt(self.mesh.enter_phase(run.name, -1, Phase.IDLE))
 
     async def _end(self, iteration: Iteration, state: IterationState, error: RollplexError | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -49,6 +50,7 @@ class Intake:
         self._limits, self._roots = processor.fit_limits(limits), tuple(roots)
         self._broker_thread = broker_thread
         self._to_delete: list[str] = []
+        self._tag = secrets.token_hex(4)
 
     async def prepare(self, key: IterationKey, rows: Sequence[PromptRow], first_ordinal: int, sample_count: int
                       ) -> list[Prompt]:
@@ -101,7 +103,7 @@ class Intake:
         check_row(row)
         if not row.media:
             return Prompt(row, self._tokenise(row, (), (), index, ordinal, sample_count))
-        slab = media_slab(key.run, key.iteration, index, validation=key.validation)
+        slab = media_slab(key.run, key.iteration, index, self._tag, validation=key.validation)
         decoded = await self._decoder.decode(row.media, self._limits, self._roots, factor=self._processor.factor)
         with decoded:
             items = tuple(

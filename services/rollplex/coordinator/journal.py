@@ -31,7 +31,7 @@ from rollplex.core.errors import DataLoss, WrongState
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE runs (name TEXT PRIMARY KEY, body TEXT NOT NULL, create_time_s REAL NOT NULL);
 CREATE TABLE iterations (
@@ -42,7 +42,7 @@ CREATE TABLE samples (
     run TEXT NOT NULL, validation INTEGER NOT NULL, iteration INTEGER NOT NULL,
     group_index INTEGER NOT NULL, sample_index INTEGER NOT NULL,
     token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, finish_reason TEXT NOT NULL, text TEXT NOT NULL,
-    reward REAL, advantage REAL, parts TEXT NOT NULL,
+    reward REAL, advantage REAL, parts TEXT NOT NULL, scored INTEGER NOT NULL, reference_logprobs BLOB, old_logprobs BLOB,
     PRIMARY KEY (run, validation, iteration, group_index, sample_index)) WITHOUT ROWID;
 CREATE TABLE events (
     run TEXT NOT NULL, sequence INTEGER NOT NULL, time_s REAL NOT NULL, iteration INTEGER NOT NULL,
@@ -163,17 +163,24 @@ class Journal:
     async def put_samples(self, key: IterationKey, samples: Iterable[SampleRecord]) -> None:
         rows = [(key.run, key.validation, key.iteration, sample.group_index, sample.sample_index,
                  sample.token_ids.tobytes(), sample.logprobs.tobytes(), sample.finish_reason, sample.text,
-                 sample.reward, sample.advantage, json.dumps(sample.parts)) for sample in samples]
-        await self._commit([("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)])
+                 sample.reward, sample.advantage, json.dumps(sample.parts), sample.scored, _blob(sample.reference_logprobs),
+                 _blob(sample.old_logprobs)) for sample in samples]
+        await self._commit([(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 15)})", rows)])
+
+    async def delete_groups(self, key: IterationKey, groups: Iterable[int]) -> None:
+        """All samples of these groups, which are generated again."""
+        await self._commit([("DELETE FROM samples WHERE run = ? AND validation = ? AND iteration = ? AND group_index = ?",
+                             [(key.run, key.validation, key.iteration, group) for group in groups])])
 
     async def samples(self, key: IterationKey) -> list[SampleRecord]:
         rows = await self._rows(
-            "SELECT group_index, sample_index, token_ids, logprobs, finish_reason, text, reward, advantage, parts "
+            "SELECT group_index, sample_index, token_ids, logprobs, finish_reason, text, reward, advantage, parts, scored, "
+            "reference_logprobs, old_logprobs "
             "FROM samples WHERE run = ? AND validation = ? AND iteration = ? ORDER BY group_index, sample_index",
             key.run, key.validation, key.iteration)
         return [SampleRecord(group, sample, array("q", ids), array("f", logprobs), finish, text, reward, advantage,
-                             json.loads(parts))
-                for group, sample, ids, logprobs, finish, text, reward, advantage, parts in rows]
+                             json.loads(parts), bool(scored), _floats(reference), _floats(old))
+                for group, sample, ids, logprobs, finish, text, reward, advantage, parts, scored, reference, old in rows]
 
     # Events
 
@@ -228,6 +235,14 @@ class Journal:
     async def rewards(self) -> list[RewardRegistration]:
         rows = await self._rows("SELECT body FROM rewards ORDER BY name")
         return [RewardRegistration(**json.loads(body)) for (body,) in rows]
+
+
+def _blob(values: array | None) -> bytes | None:
+    return None if values is None else values.tobytes()
+
+
+def _floats(blob: bytes | None) -> array | None:
+    return None if blob is None else array("f", blob)
 
 
 def _put_run(run: Run) -> tuple[str, list[tuple[Any, ...]]]:

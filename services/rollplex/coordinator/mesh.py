@@ -6,13 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import check_one_actor
 from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
+from rollplex.coordinator.ranks import Outcome
 from rollplex.coordinator.records import Run
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import MeshSection, RunConfig
@@ -20,22 +20,13 @@ from rollplex.core.errors import InternalError, WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME
-from rollplex.core.work import MediaItem, UpdateOrder
+from rollplex.core.work import BindResult, MediaItem, UpdateOrder
 from rollplex.memory.client import BrokerSession
 from rollplex.v1 import reference_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 from rollplex.v1.phase_service_pb2 import JoinResponse
 
 T = TypeVar("T")
 NOTHING = IterationNeeds()
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """What a bind brought to rollout's own devices."""
-
-    size_bytes: int
-    seconds: float
-    """Of the slowest replica, whose whole bind it is."""
 
 
 class Mesh:
@@ -55,6 +46,8 @@ class Mesh:
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
                          for name, address in addresses("rollout").items()]
         self._session, self._planner = session, planner
+        self._bound: dict[str, BindResult] = {}
+        """What each rank has bound, by service name."""
         self.broker_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="broker-calls")
 
     @property
@@ -105,12 +98,13 @@ class Mesh:
         """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
-        self._check_same_layout(with_reference)
+        self.check_same_layout(self.used_groups(with_reference))
 
     async def open_run(self, run: Run, timeout_s: float, with_reference: bool, restore: Checkpoint | None = None) -> None:
         """Starts a run: the trainer makes snapshot 0 from the model's checkpoint, or what `restore` holds, and the others open
         it. After `join`."""
         place = Place(run.name, -1, -1, timeout_s, self.phase)
+        self._bound.clear()
         await self._leave_former_run(place)
         opened = await self.trainer.command(orders.open_run(run.config_json, attach=False), place)
         run.snapshot = opened[0].value.snapshot
@@ -119,11 +113,11 @@ class Mesh:
             await self.trainer.command(orders.restore_checkpoint(
                 str(restore.path), manifest.optimizer_step, manifest.layout_digest), place)
             run.snapshot = manifest.snapshot
-        await self._register_snapshot(run)
+        await self.register_snapshot(run)
         await together(*(
             group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
-        await self.bind(run, timeout_s, with_reference)
+        await together(*(self._bind(group, run, timeout_s) for group in self.used_groups(with_reference)))
 
     async def _leave_former_run(self, place: Place) -> None:
         """Nobody may map the slabs that the trainer gives back when it opens another run."""
@@ -133,18 +127,26 @@ class Mesh:
         await self.quiesce(busy, place, leave_snapshot=True)
 
     async def ensure_ready(self, run: Run, timeout_s: float, with_reference: bool) -> None:
-        """Before an iteration: every group joined, the run open in each (replaced processes attach), snapshot bound."""
-        groups = self.used_groups(with_reference)
+        """Between iterations: every group joined, the run open in each (replaced processes attach), snapshot bound."""
         await self.join(with_reference)
-        await self._register_snapshot(run)
-        for group in groups:
-            if any(state.open_run != run.name for state in group.states):
-                await self.attach(group, run, timeout_s)
-                if group is self.trainer:
-                    await self.drop_gradients(run, timeout_s)
-        await self.bind(run, timeout_s, with_reference)
+        await self.register_snapshot(run)
+        for group in self.used_groups(with_reference):
+            await self.ready(group, run, timeout_s)
 
-    async def _register_snapshot(self, run: Run) -> None:
+    async def ready(self, group: EngineGroup, run: Run, timeout_s: float) -> list[Outcome]:
+        """The group joined, the run open in it, the registered snapshot bound: what the bind answered, by rank. In a replaced
+        process nothing else is left, and of the gradients that its trainer summed nothing counts."""
+        if await group.ensure_joined():
+            for rank in group.ranks:
+                self._bound.pop(rank.name, None)
+        self.check_same_layout([self.trainer, group])
+        if any(state.open_run != run.name for state in group.states):
+            await self.attach(group, run, timeout_s)
+            if group is self.trainer:
+                await self.drop_gradients(run, timeout_s)
+        return await self._bind(group, run, timeout_s)
+
+    async def register_snapshot(self, run: Run) -> None:
         """Every device's slab is part of the actor: a snapshot is visible whole or not at all."""
         slabs = [actor_slab(run.name, self.topology.device_name(device)) for device in range(self.topology.train_tp)]
         await self.broker(lambda session: session.register_snapshot(run.name, slabs, run.snapshot))
@@ -166,22 +168,16 @@ class Mesh:
         order = UpdateOrder(0, 1.0, 0.0, run.optimizer_step + 1, skip=True)
         await self.trainer.command(orders.apply_update(order), self._place(run, timeout_s))
 
-    async def bind(self, run: Run, timeout_s: float, with_reference: bool) -> Copied:
-        """Every engine leases the run's snapshot. On each device all must have bound one file, and no other device's.
-
-        Replicas on devices of their own copy it there first.
-        """
-        groups = self.used_groups(with_reference)
-        bound = await together(*(group.command(orders.bind_snapshot(), self._place(run, timeout_s)) for group in groups))
-        for group in groups:
-            for state in group.states:
-                state.bound_snapshot = run.snapshot
-        by_rank = {rank.name: outcome.value for group, outcomes in zip(groups, bound)
-                   for rank, outcome in zip(group.ranks, outcomes)}
+    async def _bind(self, group: EngineGroup, run: Run, timeout_s: float) -> list[Outcome]:
+        """The group leases the run's snapshot; a replica on devices of its own copies it there first. On each device all must
+        have bound one file, and no other device's."""
+        outcomes = await group.command(orders.bind_snapshot(), self._place(run, timeout_s))
+        for rank, outcome in zip(group.ranks, outcomes):
+            rank.joined.bound_snapshot = run.snapshot
+            self._bound[rank.name] = outcome.value
         ablation = json.loads(run.config_json or "{}").get("ablation", {})
-        check_one_actor(self.topology, by_rank, shared=not ablation.get("no_weight_sharing"))
-        rollouts = [outcome for group, outcomes in zip(groups, bound) if group in self.rollouts for outcome in outcomes]
-        return Copied(sum(outcome.value.copied_bytes for outcome in rollouts), max(outcome.work_s for outcome in rollouts))
+        check_one_actor(self.topology, self._bound, shared=not ablation.get("no_weight_sharing"))
+        return outcomes
 
     def _place(self, run: Run, timeout_s: float) -> Place:
         return Place(run.name, -1, run.snapshot, timeout_s, self.phase)
@@ -191,9 +187,14 @@ class Mesh:
             group.command(orders.quiesce(leave_snapshot=leave_snapshot), place)
             for group in groups))
 
-    def _check_same_layout(self, with_reference: bool) -> None:
-        layouts = {state.layout_hash: state.role for group in self.used_groups(with_reference)
-                   for state in group.states}
+    async def let_go(self, group: EngineGroup, place: Place, *, leave_snapshot: bool) -> None:
+        """As `quiesce`, of a group that may have broken off meanwhile; one that was replaced has nothing to leave."""
+        await group.ensure_joined()
+        await self.quiesce([group], place, leave_snapshot=leave_snapshot)
+
+    def check_same_layout(self, groups: Sequence[EngineGroup]) -> None:
+        """Raises WrongState unless those that have joined hold one model."""
+        layouts = {state.layout_hash: state.role for group in groups for state in group.states}
         if len(layouts) > 1:
             raise WrongState(f"engines hold different models or layouts: {layouts}; give all the same [model] section",
                              reason="LAYOUT_MISMATCH")

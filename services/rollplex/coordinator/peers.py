@@ -52,6 +52,25 @@ class EngineGroup:
         self._must_rejoin = True
         self._broken_by: BaseException | None = None
 
+    @property
+    def name(self) -> str:
+        """Of the unit that is lost and restarted as a whole: the service, or the role where it has several ranks."""
+        return self.ranks[0].name if len(self.ranks) == 1 else self.role
+
+    async def silent(self) -> list[str]:
+        """The ranks that are gone, stopped or replaced."""
+        answers = await asyncio.gather(*(rank.lost() for rank in self.ranks))
+        return [rank.name for rank, is_lost in zip(self.ranks, answers) if is_lost]
+
+    async def check_replaced(self, services: str) -> None:
+        """Raises Unavailable while one of these ranks (names, comma-separated) is still the process that has joined, or does
+        not answer."""
+        for rank in self.ranks:
+            if rank.name not in services.split(", ") or rank.joined is None:
+                continue
+            if (await rank.ask(JOIN_TIMEOUT_S)).instance_id == rank.joined.instance_id:
+                raise Unavailable(f"{rank.name} has not ended yet", reason="ENGINE_UNREACHABLE", service=rank.name)
+
     async def ensure_joined(self) -> bool:
         """True when the group is in a new epoch: a rank was replaced, or the last command broke off."""
         if not self._must_rejoin:
@@ -109,7 +128,7 @@ class EngineGroup:
         """
         if self._must_rejoin:
             raise Unavailable(f"{self.role} has not joined again since: {self._broken_by or 'it was never there'}",
-                              reason="ENGINE_NOT_JOINED")
+                              reason="ENGINE_NOT_JOINED", service=self.name, phase=place.phase.value)
         self._sequence += 1
         request = order.request
         request.header.CopyFrom(types_pb2.CommandHeader(

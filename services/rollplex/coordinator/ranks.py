@@ -110,7 +110,9 @@ class Rank:
         """Returns when the call may be repeated; raises the domain error otherwise."""
         domain_error = error_from_rpc(error)
         now = time.monotonic()
-        if isinstance(domain_error, Unavailable) and now < deadline:
+        # A call that its server cancels is one of a process that drains: our own end as asyncio.CancelledError.
+        away = isinstance(domain_error, Unavailable) or error.code() is grpc.StatusCode.CANCELLED
+        if away and now < deadline:
             self._lost_since = self._lost_since or now
             if now - self._lost_since < LOST_AFTER_S:
                 return

@@ -57,7 +57,7 @@ class Recordings:
         _, journal = await self._find(recorded.run)
         samples = await journal.samples(recorded)
         for sample in samples:
-            sample.advantage = None
+            sample.advantage = sample.reference_logprobs = sample.old_logprobs = None
         return samples
 
     async def _at(self, name: str, position: int) -> IterationKey:

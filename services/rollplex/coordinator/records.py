@@ -95,9 +95,21 @@ class SampleRecord:
     finish_reason: str
     text: str = ""
     reward: float | None = None
-    """Weighted sum; None: unscored."""
+    """Weighted sum; None: unscored, or not yet."""
     advantage: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    scored: bool = False
+    """The rewards have had their say, with or without a value: it is not asked for again."""
+    reference_logprobs: array | None = None
+    """float32 [R]; likewise below. None: not computed yet, or not needed."""
+    old_logprobs: array | None = None
+    asked: bool = False
+    """This coordinator has handed it to the rewards. Not kept."""
+
+    @property
+    def whole(self) -> bool:
+        """Not cut off by an abort."""
+        return self.finish_reason != "aborted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +174,8 @@ class UpdateRecord:
     clip_coefficient: float
     learning_rate_factor: float
     grad_norm: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The iteration's, up to here: what a successor goes on with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -152,8 +152,20 @@ class RewardClient:
         raise Unavailable("no try was made")
 
 
-OnScored = Callable[[ScoreInput, float | None, dict[str, float], str], None]
-"""Gets the item, the weighted sum (None: unscored), the parts by reward, and why it is unscored."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all rewards together said of one sample."""
+
+    item: ScoreInput
+    reward: float | None
+    """Weighted sum; None: unscored."""
+    parts: dict[str, float]
+    """By reward."""
+    error: str
+    """Why it is unscored."""
+
+
+OnScored = Callable[[Sequence[Verdict]], Awaitable[None]]
 
 
 class RewardDesk:
@@ -188,6 +200,7 @@ class RewardDesk:
 
     async def _score(self, items: Sequence[ScoreInput]) -> None:
         by_reward = await asyncio.gather(*(client.score(items) for client in self._clients))
+        verdicts = []
         for index, item in enumerate(items):
             total, parts, errors = 0.0, {}, []
             for client, outcomes in zip(self._clients, by_reward):
@@ -198,7 +211,8 @@ class RewardDesk:
                 else:
                     parts[name] = outcome.value
                     total += client.registration.weight * outcome.value
-            self._on_scored(item, None if errors else total, parts, "; ".join(errors))
+            verdicts.append(Verdict(item, None if errors else total, parts, "; ".join(errors)))
+        await self._on_scored(verdicts)
 
 
 async def describe(registration: RewardRegistration, timeout_s: float) -> str:

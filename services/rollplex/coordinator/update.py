@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sqlite3
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rollplex.coordinator import orders
-from rollplex.coordinator.agreement import agreed_gradient
-from rollplex.coordinator.peers import Place
+from rollplex.coordinator.peers import Place, together
 from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import RollplexError
@@ -19,27 +19,17 @@ from rollplex.core.phases import Phase, PhaseEvent
 from rollplex.core.work import GradientResult, UpdateOrder
 
 if TYPE_CHECKING:
-    from rollplex.coordinator.iteration import IterationWork
     from rollplex.coordinator.journal import Journal
     from rollplex.coordinator.mesh import Mesh
+    from rollplex.coordinator.work import IterationWork
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between tries to roll an update forward; doubled each time."""
 
 
-async def apply_update(work: IterationWork, mini_batch: int) -> None:
-    """Quiesce, norm, UPDATE_BEGIN, chunks, publish. A gradient that is not finite skips all but the first two."""
-    mesh, run = work.mesh, work.run
-    readers = mesh.used_groups(work.with_reference)
-    with work.timeline.span(Phase.SUFFIX, "leave"):
-        await mesh.quiesce(readers, work.place(), leave_snapshot=True)
-        await work.move(PhaseEvent.READERS_QUIESCED)
+async def apply_update(work: IterationWork, mini_batch: int, gradient: GradientResult) -> None:
+    """UPDATE_BEGIN, chunks, publish, bind. A gradient that is not finite skips all but the last."""
     with work.timeline.span(Phase.UPDATE, "update"):
-        with work.timeline.span(Phase.UPDATE, "gradient_norm"):
-            measured = await mesh.trainer.command(orders.measure_gradient(), work.place())
-        gradient = agreed_gradient([outcome.value for outcome in measured])
-        work.average({"actor/grad_norm": gradient.grad_norm, "grad_norm": gradient.grad_norm,
-                      "rollplex/update_skipped": float(not gradient.finite)})
         if gradient.finite:
             with work.timeline.span(Phase.UPDATE, "write"):
                 await _update(work, mini_batch, gradient)
@@ -48,10 +38,7 @@ async def apply_update(work: IterationWork, mini_batch: int) -> None:
         last = mini_batch == work.batch_count - 1
         try:
             with work.timeline.span(Phase.UPDATE, "bind"):
-                copied = await mesh.bind(run, work.config.phase_timeout_s, work.with_reference)
-            if mesh.topology.own_replicas:
-                for name, value in (("bytes", float(copied.size_bytes)), ("seconds", copied.seconds)):
-                    work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value
+                await _bind(work)
             await work.move(PhaseEvent.PUBLISHED if last else PhaseEvent.NEXT_MINI_BATCH)
         except RollplexError as error:
             if not last:
@@ -60,12 +47,27 @@ async def apply_update(work: IterationWork, mini_batch: int) -> None:
             work.emit(Note("warning", error.reason, f"after the update: {error}"))
 
 
+async def _bind(work: IterationWork) -> None:
+    """All engines bind what was published. Who is gone binds it with the next work that needs it."""
+    mesh = work.mesh
+    groups = mesh.used_groups(work.with_reference)
+    bound = await together(*(work.recovery.spare(
+        group, lambda group=group: mesh.ready(group, work.run, work.config.phase_timeout_s)) for group in groups))
+    if mesh.topology.own_replicas:
+        copies = [outcome for group, outcomes in zip(groups, bound) if group in mesh.rollouts for outcome in outcomes or ()]
+        # Of the slowest replica, whose whole bind it is.
+        for name, value in (("bytes", float(sum(outcome.value.copied_bytes for outcome in copies))),
+                            ("seconds", max((outcome.work_s for outcome in copies), default=0.0))):
+            work.metrics[f"rollplex/copy/{name}"] = work.metrics.get(f"rollplex/copy/{name}", 0.0) + value
+
+
 async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult) -> None:
     optimizer, run = work.config.optimizer, work.run
     factor = learning_rate_factor(optimizer, run.optimizer_step + 1)
-    record = UpdateRecord(work.key.iteration, mini_batch, work.batch_count, run.snapshot, run.optimizer_step + 1,
-                          clip_coefficient(gradient.grad_norm, optimizer.max_grad_norm), factor, gradient.grad_norm)
     work.average({"actor/lr": optimizer.learning_rate * factor, "learning_rate": optimizer.learning_rate * factor})
+    record = UpdateRecord(work.key.iteration, mini_batch, work.batch_count, run.snapshot, run.optimizer_step + 1,
+                          clip_coefficient(gradient.grad_norm, optimizer.max_grad_norm), factor, gradient.grad_norm,
+                          dict(work.metrics))
     # Before the write: a cancellation while it runs does not undo it.
     work.update_begun = True
     try:
@@ -85,7 +87,8 @@ async def _skip(work: IterationWork, gradient: GradientResult) -> None:
     work.updates_published += 1
     work.emit(Note("warning", "NON_FINITE_GRADIENT",
                    f"the gradient norm is {gradient.grad_norm}: the update is skipped, snapshot {work.run.snapshot} stays"))
-    await work.mesh.drop_gradients(work.run, work.config.phase_timeout_s)
+    # A trainer that is gone has none; the next prefix drops what its slab has.
+    await work.recovery.spare(work.mesh.trainer, lambda: work.mesh.drop_gradients(work.run, work.config.phase_timeout_s))
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
@@ -122,15 +125,27 @@ async def roll_forward(mesh: Mesh, journal: Journal, run: Run, config: RunConfig
     """
     run.state = RunState.RECOVERING
     await journal.put_run(run)
+    place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             await mesh.trainer.ensure_joined()
             await mesh.attach(mesh.trainer, run, config.phase_timeout_s)
-            place = Place(run.name, record.iteration, record.snapshot, config.phase_timeout_s, Phase.UPDATE)
             await _write_and_publish(mesh, journal, run, record, place)
             return
         except RollplexError as error:
             emit(Note("warning", error.reason, f"the update is tried again in {pause_s:g} s: {error}"))
+            if error.reason in ("READERS_REMAIN", "LEASE_CONFLICT"):
+                await _make_leave(mesh, place, error.metadata.get("holders", ""))
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _make_leave(mesh: Mesh, place: Place, holders: str) -> None:
+    """Asks engines that still read the snapshot to leave it: one that could not be reached when the others left, or that a dead
+    coordinator never told."""
+    for group in mesh.groups:
+        if group is not mesh.trainer and any(rank.name in holders for rank in group.ranks):
+            # One that cannot is killed by the broker once its connection is gone; the update is tried again either way.
+            with contextlib.suppress(RollplexError):
+                await mesh.let_go(group, place, leave_snapshot=True)

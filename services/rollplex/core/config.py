@@ -194,7 +194,9 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
     phase_timeout_s: float = 1800.0
-    """Deadline of each phase, and of writing a checkpoint."""
+    """Deadline of each phase, and of writing a checkpoint. Where a service was lost, counted again from when it is back."""
+    recovery_timeout_s: float = 300.0
+    """How long an iteration waits for a service that was lost before it ends; after UPDATE_BEGIN it waits until it is back."""
     checkpoint_every: int = 0
     """Iterations between durable checkpoints (docs/checkpoints.md), written while the next iteration runs; 0: none."""
     checkpoint_keep: int = 2
@@ -207,8 +209,9 @@ class RunConfig:
         _at_least("suffix_micro_batch_samples", self.suffix_micro_batch_samples, 0)
         _at_least("checkpoint_every", self.checkpoint_every, 0)
         _at_least("checkpoint_keep", self.checkpoint_keep, 1)
-        if not self.phase_timeout_s > 0:
-            raise ValueError(f"phase_timeout_s is {self.phase_timeout_s}; it must be above 0")
+        for name in ("phase_timeout_s", "recovery_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     @property
     def streamed_optimizer(self) -> OptimizerConfig:

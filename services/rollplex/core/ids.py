@@ -37,9 +37,10 @@ def state_slab(run: str, rank: int, what: str) -> str:
     return f"runs/{run}/trainer-{rank}/{what}"
 
 
-def media_slab(run: str, iteration: int, group_index: int, *, validation: bool = False) -> str:
+def media_slab(run: str, iteration: int, group_index: int, tag: str, *, validation: bool = False) -> str:
+    """`tag`: the coordinator's, so that a successor is not in the way of slabs that engines still lease."""
     kind = "validation" if validation else "iteration"
-    return f"runs/{run}/media/{kind}-{iteration}/{group_index}"
+    return f"runs/{run}/media/{kind}-{iteration}/{group_index}-{tag}"
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_ordinal: int, sample_index: int) -> int:

@@ -23,6 +23,8 @@ class PhaseEvent(StrEnum):
     """Every reader of the snapshot has left it."""
     PUBLISHED = "published"
     """The next snapshot is visible, or the update was skipped."""
+    GRADIENT_LOST = "gradient_lost"
+    """The trainer was lost before UPDATE_BEGIN: its prefixes and suffixes are done again under the same snapshot."""
     NEXT_MINI_BATCH = "next_mini_batch"
     """Another mini-batch of the same responses follows under the new snapshot."""
     ENDED = "ended"
@@ -36,6 +38,7 @@ TRANSITIONS: dict[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.SUFFIX, PhaseEvent.READERS_QUIESCED): Phase.UPDATE,
     (Phase.SUFFIX, PhaseEvent.ENDED): Phase.IDLE,
     (Phase.UPDATE, PhaseEvent.PUBLISHED): Phase.IDLE,
+    (Phase.UPDATE, PhaseEvent.GRADIENT_LOST): Phase.SUFFIX,
     (Phase.UPDATE, PhaseEvent.NEXT_MINI_BATCH): Phase.SUFFIX,
 }
 

@@ -1,7 +1,8 @@
 """A role's tensor-parallel communicator: made for one epoch, broken by the first failure, made again for the next.
 
 A rank that dies, fails or falls behind ends the command of every other one with an error that names it and the phase: a dead
-process closes its sockets, a failing one leaves the group, and every collective has a deadline.
+process closes its sockets, a failing one leaves the group, and every collective has a deadline. On a GPU, where nobody hears a
+socket close, `PeerWatch` sees both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from rollplex.core.errors import Aborted, DeadlineExceeded, RollplexError, Unavailable, as_domain_error
 from rollplex.core.phases import Phase
 from rollplex.engine.meeting import Meeting, meet
+from rollplex.engine.peer_watch import PeerWatch
 from rollplex.model import destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
+from rollplex.model.parallel import group_error
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Communicator:
         self._meeting: Meeting | None = None
         self._pidfds: dict[int, int] = {}
         """Of the other ranks' processes, by rank."""
+        self._watch: PeerWatch | None = None
         self._unusable: RollplexError | None = Unavailable(f"{role} rank {rank} has not joined an epoch",
                                                            reason="NO_COMMUNICATOR")
 
@@ -70,7 +74,11 @@ class Communicator:
                                     reason="NO_COMMUNICATOR", epoch=epoch))
             log.warning("%s", self._unusable)
             return
-        self.use_group(tensor_parallel_group())
+        group = tensor_parallel_group()
+        if torch.device(self._device).type == "cuda":
+            meeting = self._meeting
+            self._watch = PeerWatch(self._pidfds, lambda peer: meeting.read("left", peer), group.abort)
+        self.use_group(group)
         self._entered, self._commands, self._unusable = epoch, 0, None
 
     @contextmanager
@@ -92,6 +100,7 @@ class Communicator:
         self._meeting.note("at", self.rank, f"{self._commands} {where}")
         try:
             yield
+            self._raise_if_broken()
         except Exception as error:
             failure = self._blamed(error, phase, where) if is_collective(error) else as_domain_error(error)
             self.fail(failure, where)
@@ -131,8 +140,17 @@ class Communicator:
         if self._announced != epoch:
             raise Aborted(f"epoch {self._announced} was announced meanwhile", reason="STALE_EPOCH")
 
+    def _raise_if_broken(self) -> None:
+        """Collectives that were aborted leave garbage behind and no error."""
+        lost = self._watch is not None and self._watch.lost
+        if what := "a rank was lost" if lost else group_error():
+            raise dist.DistError(f"collectives were aborted: {what}")
+
     def _leave(self, why: RollplexError) -> None:
         self._unusable = why
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         destroy_tensor_parallel()
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])

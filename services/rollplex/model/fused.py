@@ -23,6 +23,11 @@ def fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def unfused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `fused_on_cuda` was given, to be a part of a larger one."""
+    return function.__wrapped__
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)

@@ -17,6 +17,7 @@ from torch import nn
 
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
+from rollplex.model.decoder_block import Linear, stretches
 from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
 from rollplex.model.parallel import Group, tensor_parallel_group
@@ -112,16 +113,36 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, layers)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, layers.dtype)
         self.mlp = GatedMLP(config, layers)
+        self._stretches = stretches(config.head_size, config.rms_norm_eps) if layers.size == 1 else None
 
     def keys_values(self, x_TD: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """All that a later token needs of this layer: k (rotated), v [T, K, d]."""
+        if self._stretches is not None:
+            attention = self.self_attn
+            return self._stretches.keys_values(x_TD, self.input_layernorm.weight, _linear(attention.k_proj),
+                                               _linear(attention.v_proj), *rope)
         return self.self_attn.keys_values(self.self_attn.copy_in(self.input_layernorm(x_TD)), rope)
 
     def forward(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
         """-> hidden [T, D], k, v [T, K, d]"""
+        if self._stretches is not None:
+            return self._forward_of_one_rank(x_TD, rope, attend)
         attended_TD, k_TKd, v_TKd = self.self_attn(self.input_layernorm(x_TD), rope, attend)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD)), k_TKd, v_TKd
+
+    def _forward_of_one_rank(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
+        attention, mlp = self.self_attn, self.mlp
+        q_THd, k_TKd, v_TKd = self._stretches.queries_keys_values(
+            x_TD, self.input_layernorm.weight, *map(_linear, (attention.q_proj, attention.k_proj, attention.v_proj)), *rope)
+        x_TD = self._stretches.after_attention(
+            x_TD, attend(q_THd, k_TKd, v_TKd), attention.o_proj.weight, self.post_attention_layernorm.weight,
+            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        return x_TD, k_TKd, v_TKd
+
+
+def _linear(module: ColumnParallelLinear) -> Linear:
+    return module.weight, module.bias
 
 
 class Decoder(nn.Module):

@@ -41,13 +41,13 @@ def _paired(angles_Tc: torch.Tensor, dtype: torch.dtype) -> Rope:
 
 
 @fused_on_cuda
-def _rotate(x_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_by(x_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x_TAd * cos + x_TAd.roll(x_TAd.shape[-1] // 2, dims=-1) * sin
 
 
 def rotate(x_TAd: torch.Tensor, rope: Rope) -> torch.Tensor:
     """[T, A, d] -> [T, A, d]"""
-    return _rotate(x_TAd, *rope)
+    return rotate_by(x_TAd, *rope)
 
 
 @fused_on_cuda

@@ -5,7 +5,8 @@ Legend: S patches, W vision width, I intermediate width, h heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rollplex.memory.transfer import to_device
-from rollplex.model.fused import fused_on_cuda, silu_gate
+from rollplex.model.decoder_block import Linear
+from rollplex.model.fused import fused_on_cuda, silu_gate, unfused
 from rollplex.model.rotary import rms_norm
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -47,9 +49,12 @@ class VisionBlock:
 
     def __call__(self, x_SW: torch.Tensor, *, windows: Windows, rope: Rope) -> torch.Tensor:
         """[S, W] -> [S, W]"""
-        block = self._module
-        x_SW = x_SW + _attention(block.attn, _norm(block.norm1, x_SW), windows, rope)
-        return x_SW + _gated_mlp(block.mlp, _norm(block.norm2, x_SW))
+        block, attention, mlp = self._module, self._module.attn, self._module.mlp
+        parts = _stretches(attention.num_heads, block.norm1.variance_epsilon)
+        q, k, v = parts.queries_keys_values(x_SW, block.norm1.weight, _linear(attention.qkv), *rope)
+        attended = window_attention(q, k, v, windows, attention.scaling)
+        return parts.after_attention(x_SW, attended, _linear(attention.proj), block.norm2.weight,
+                                     *map(_linear, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
 
 
 def embed_patches(embedding: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -57,38 +62,48 @@ def embed_patches(embedding: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return F.linear(pixels, embedding.proj.weight.flatten(1))
 
 
-def _norm(norm: nn.Module, x_SW: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x_SW, norm.weight, norm.variance_epsilon)
+class Stretches(NamedTuple):
+    """As the decoder's (decoder_block.py)."""
+
+    queries_keys_values: Callable[..., tuple[torch.Tensor, ...]]
+    """(x_SW, norm_W, qkv, cos_Sd, sin_Sd) -> q, k (rotated), v [S, h, d]"""
+    after_attention: Callable[..., torch.Tensor]
+    """(x_SW, attended_Shd, out, norm_W, gate, up, down) -> x_SW of the next block"""
 
 
-def _attention(attention: nn.Module, x_SW: torch.Tensor, windows: Windows, rope: Rope) -> torch.Tensor:
-    q, k, v = attention.qkv(x_SW).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
-    q, k = _rotate(q, k, *rope)
-    return attention.proj(window_attention(q, k, v, windows, attention.scaling).flatten(1))
+@cache
+def _stretches(heads: int, epsilon: float) -> Stretches:
+    norm, gated = unfused(rms_norm), unfused(silu_gate)
+
+    @fused_on_cuda
+    def queries_keys_values(x_SW, norm_W, qkv, cos_Sd, sin_Sd):
+        q, k, v = F.linear(norm(x_SW, norm_W, epsilon), *qkv).unflatten(-1, (3, heads, -1)).unbind(1)
+        # In at least float32, as published.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = cos_Sd[:, None].to(wide), sin_Sd[:, None].to(wide)
+        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+
+    @fused_on_cuda
+    def after_attention(x_SW, attended_Shd, out, norm_W, gate, up, down):
+        x_SW = x_SW + F.linear(attended_Shd.flatten(1), *out)
+        y_SW = norm(x_SW, norm_W, epsilon)
+        if missing := -gate[0].shape[0] % _ALIGNMENT if x_SW.is_cuda else 0:
+            # Rows of zeros make columns of zeros, which the last matrix multiplies by zeros.
+            gate, up = ((F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing))) for weight, bias in (gate, up))
+            down = F.pad(down[0], (0, missing)), down[1]
+        return x_SW + F.linear(gated(F.linear(y_SW, *gate), F.linear(y_SW, *up)), *down)
+
+    return Stretches(queries_keys_values, after_attention)
 
 
-def _gated_mlp(mlp: nn.Module, x_SW: torch.Tensor) -> torch.Tensor:
-    missing = -mlp.gate_proj.out_features % _ALIGNMENT if x_SW.is_cuda else 0
-    if not missing:
-        return mlp.down_proj(silu_gate(mlp.gate_proj(x_SW), mlp.up_proj(x_SW)))
-    # Rows of zeros make columns of zeros, which the last matrix multiplies by zeros.
-    gate, up = (F.linear(x_SW, F.pad(part.weight, (0, 0, 0, missing)), F.pad(part.bias, (0, missing)))
-                for part in (mlp.gate_proj, mlp.up_proj))
-    return F.linear(silu_gate(gate, up), F.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias)
+def _linear(module: nn.Linear) -> Linear:
+    return module.weight, module.bias
 
 
-@fused_on_cuda
-def _rotate(q_Shd: torch.Tensor, k_Shd: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In at least float32, as published."""
-    wide = torch.promote_types(q_Shd.dtype, torch.float32)
-    cos, sin = cos_Sd[:, None].to(wide), sin_Sd[:, None].to(wide)
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.to(wide).chunk(2, -1)
-        return (x.to(wide) * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
-
-    return rotated(q_Shd), rotated(k_Shd)
+def _rotated(x_Shd: torch.Tensor, cos_S1d: torch.Tensor, sin_S1d: torch.Tensor) -> torch.Tensor:
+    x = x_Shd.to(cos_S1d.dtype)
+    first, second = x.chunk(2, -1)
+    return (x * cos_S1d + torch.cat((-second, first), -1) * sin_S1d).to(x_Shd.dtype)
 
 
 def window_attention(q_Shd: torch.Tensor, k_Shd: torch.Tensor, v_Shd: torch.Tensor, windows: Windows, scale: float

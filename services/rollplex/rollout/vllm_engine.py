@@ -38,6 +38,7 @@ class VllmEngine:
         layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
         self.layout_hash = layout_hash(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
+        self._sample_generators = config.rollout.vllm.sample_generators
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
         self._step_tokens = step_tokens(config, self._max_tokens, on_gpu=vllm_internals.on_gpu())
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
@@ -85,7 +86,8 @@ class VllmEngine:
         self._session.close()
 
     def _generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
+        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids,
+                        sample_generators=self._sample_generators)
         self._check_lengths(groups, sampling)
         waiting = deque(groups)
         self._back_kv()

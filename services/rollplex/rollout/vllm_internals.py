@@ -17,6 +17,8 @@ import torch
 import torch._dynamo.config
 from torch import nn
 
+from rollplex.model.parallel import MAX_CTAS
+
 _MADV_DONTNEED = 4
 
 
@@ -25,6 +27,8 @@ def set_environment(collective_timeout_s: float) -> None:
 
     TORCH_COMPILE_DISABLE: on a CPU vLLM's small `@torch.compile` helpers want a C++ compiler, eager mode or not.
     VLLM_CPU_OMP_THREADS_BIND: vLLM would pin threads of a process that is ours; `rollout.threads` counts them.
+    VLLM_ALLREDUCE_USE_SYMM_MEM: torch's symmetric memory makes NVLink multicast objects as it starts, used or not; at these
+    sizes vLLM's own all-reduce is taken anyway. NCCL_MAX_CTAS: as for our own groups, whose ranks share the GPU.
     """
     # The engine core runs on our owner thread: one process to kill, no socket between, a start of seconds.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -32,7 +36,8 @@ def set_environment(collective_timeout_s: float) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(max(1, round(collective_timeout_s)))
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+                "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_MAX_CTAS": str(MAX_CTAS),
+                "NCCL_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # In this process transformers has imported dynamo, which read the variable then.

@@ -359,7 +359,7 @@ async def test_without_a_reward_nothing_is_accepted(mesh):
         await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
 
 
-async def test_a_restarted_coordinator_fails_what_ran_and_goes_on_with_what_was_queued(mesh):
+async def test_a_restarted_coordinator_goes_on_with_what_ran_and_then_with_what_was_queued(mesh):
     mesh.rollout.last_token_gate = threading.Event()
     await open_run(mesh)
     running, _ = await mesh.coordinator.submit("run", text_rows(1), "", validation=False)
@@ -371,10 +371,13 @@ async def test_a_restarted_coordinator_fails_what_ran_and_goes_on_with_what_was_
     mesh.rollout.last_token_gate = None
     await mesh.restart()
     assert (await mesh.finished(queued.key)).state is IterationState.DONE
-    failed = await mesh.coordinator.iteration(running.key)
-    assert (failed.state, failed.error.reason) == (IterationState.FAILED, "COORDINATOR_RESTARTED")
+    done = await mesh.coordinator.iteration(running.key)
+    assert (done.state, done.snapshot) == (IterationState.DONE, 0)
     assert (await mesh.coordinator.iteration(dropped.key)).state is IterationState.CANCELLED
-    assert mesh.trainer.calls.count("train_suffix") == 1
+    assert mesh.trainer.calls.count("train_suffix") == 2
+    assert "RESUMED" in [note.reason for note in await events_of(mesh, Note)]
+    events = await mesh.coordinator.journal.events("run", 0, 10000)
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
 
 
 async def test_a_client_that_goes_away_leaves_nothing_half_done(mesh):

@@ -154,7 +154,7 @@ def work_error(reason, text, **metadata):
     return Aborted(text, reason=reason, **metadata)
 
 
-async def test_a_killed_rank_is_named_and_its_group_rejoins(mesh, monkeypatch):
+async def test_a_killed_rank_is_named_and_its_group_rejoins_and_does_its_work_again(mesh, monkeypatch):
     monkeypatch.setattr(ranks, "LOST_AFTER_S", 0.5)
     loop = asyncio.get_running_loop()
 
@@ -165,16 +165,26 @@ async def test_a_killed_rank_is_named_and_its_group_rejoins(mesh, monkeypatch):
     mesh.trainers[1].hooks["train_suffix"] = die
     await open_run(mesh)
     iteration, _ = await mesh.coordinator.submit("run", text_rows(2), "", validation=False)
-    failed = await mesh.finished(iteration.key)
-    assert failed.state is IterationState.FAILED
-    assert failed.error.message.startswith("trainer-1 in SUFFIX: ")
+    assert (await note_of(mesh, "SERVICE_LOST")).startswith("trainer-1 was lost in SUFFIX (trainer-1 in SUFFIX: ")
     await mesh.replace("trainer-1")
-    assert (await iterate(mesh)).state is IterationState.DONE
-    assert "attach" in mesh.trainers[0].calls and "attach" in mesh.trainers[1].calls
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
+    again = ["attach", "skip_update", "bind_snapshot", "materialize_prefix", "train_suffix", "leave_snapshot",
+             "measure_gradient", "apply_update", "bind_snapshot"]
+    assert mesh.trainers[1].calls == again
+    assert mesh.trainers[0].calls[-len(again):] == again
     assert mesh.coordinator.run("run").snapshot == 1
+    assert [rollout.calls.count("generate") for rollout in mesh.rollouts] == [1, 1]
 
 
-async def test_a_replica_that_dies_ends_the_iteration(mesh, monkeypatch):
+async def note_of(mesh, reason):
+    """The first such note's message; waits for it."""
+    async for event in mesh.coordinator.watch("run", 0):
+        if getattr(event.body, "reason", "") == reason:
+            return event.body.message
+    raise AssertionError("the watch ended")
+
+
+async def test_a_replica_that_dies_generates_its_own_groups_again(mesh, monkeypatch):
     monkeypatch.setattr(ranks, "LOST_AFTER_S", 0.5)
     loop = asyncio.get_running_loop()
 
@@ -185,10 +195,11 @@ async def test_a_replica_that_dies_ends_the_iteration(mesh, monkeypatch):
     mesh.rollouts[1].hooks["generate"] = die
     await open_run(mesh)
     iteration, _ = await mesh.coordinator.submit("run", text_rows(4), "", validation=False)
-    failed = await mesh.finished(iteration.key)
-    assert failed.error.message.startswith("rollout-1 in OVERLAP: ")
+    assert (await note_of(mesh, "SERVICE_LOST")).startswith("rollout-1 was lost in OVERLAP (rollout-1 in OVERLAP: ")
     await mesh.replace("rollout-1")
-    assert (await iterate(mesh)).state is IterationState.DONE
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
+    assert mesh.rollouts[0].calls.count("generate") == 1
+    assert [group.group_index for group in mesh.rollouts[1].groups] == [1, 3]
 
 
 async def test_ranks_that_disagree_end_the_iteration(mesh):
@@ -274,9 +285,11 @@ async def test_an_epoch_that_not_all_came_to_is_not_tried_again(mesh, monkeypatc
     group = mesh.coordinator.mesh.trainer
     before = group._epoch
     await mesh.kill("trainer-1")
-    assert (await iterate(mesh)).error.message.startswith("trainer-1 does not answer")
+    iteration, _ = await mesh.coordinator.submit("run", text_rows(3), "", validation=False)
+    assert "trainer-1 does not answer" in await note_of(mesh, "SERVICE_LOST")
     tried = group._epoch
     assert tried >= before
-    await mesh.replace("trainer-1")
-    assert (await iterate(mesh)).state is IterationState.DONE
-    assert group._epoch == tried + 1
+    replaced = await mesh.replace("trainer-1")
+    assert (await mesh.finished(iteration.key)).state is IterationState.DONE
+    assert group._epoch > tried
+    assert replaced.communicator.announced[-1] == group._epoch

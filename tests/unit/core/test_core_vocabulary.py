@@ -22,6 +22,7 @@ EXPECTED_TRANSITIONS = {
     ("overlap", "responses_fixed"): "suffix", ("overlap", "ended"): "idle",
     ("suffix", "readers_quiesced"): "update", ("suffix", "ended"): "idle",
     ("update", "published"): "idle", ("update", "next_mini_batch"): "suffix",
+    ("update", "gradient_lost"): "suffix",
 }
 
 
@@ -40,8 +41,8 @@ def test_the_table_has_no_more_rows():
     assert len(TRANSITIONS) == len(EXPECTED_TRANSITIONS)
 
 
-def test_update_never_goes_back_to_a_reading_phase_of_the_old_snapshot():
-    assert all(event in (PhaseEvent.PUBLISHED, PhaseEvent.NEXT_MINI_BATCH)
+def test_update_goes_back_to_the_old_snapshot_only_where_the_gradient_is_lost():
+    assert all(event in (PhaseEvent.PUBLISHED, PhaseEvent.NEXT_MINI_BATCH, PhaseEvent.GRADIENT_LOST)
                for phase, event in TRANSITIONS if phase is Phase.UPDATE)
 
 

@@ -1,0 +1,142 @@
+"""SUFFIX: log-probabilities, advantages, and each mini-batch's gradient up to its norm."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollplex.coordinator import orders
+from rollplex.coordinator.agreement import agreed_gradient, agreed_metrics
+from rollplex.coordinator.metrics import merge_suffix_metrics
+from rollplex.coordinator.overlap import prefix
+from rollplex.coordinator.peers import EngineGroup, together
+from rollplex.coordinator.records import Note, SampleRecord
+from rollplex.coordinator.work import IterationWork
+from rollplex.core.advantages import advantages, has_signal
+from rollplex.core.phases import Phase, PhaseEvent
+from rollplex.core.work import GradientResult, LossScale, ResponseGroup, ResponseSample
+
+Groups = dict[int, list[SampleRecord]]
+
+
+async def score(work: IterationWork) -> list[ResponseGroup]:
+    """Reference and old log-probabilities, advantages; the groups to train on, in index order. What an earlier coordinator has
+    of them is in the journal and is not computed again."""
+    groups = work.by_group()
+    if work.with_reference:
+        with work.timeline.span(Phase.SUFFIX, "score"):
+            await _logprobs(work, work.mesh.reference, groups, "reference_logprobs", keep=False,
+                            again=lambda left: _prefixes_again(work, work.mesh.reference, left))
+    with work.timeline.span(Phase.SUFFIX, "advantage"):
+        kept = _assign_advantages(work, groups)
+    await work.journal.put_samples(work.key, work.samples.values())
+    kept_groups = {index: groups[index] for index in kept}
+    if work.config.optimizer.updates_per_iteration > 1 and kept:
+        with work.timeline.span(Phase.SUFFIX, "old_logprob"):
+            # All boundaries are needed: the first mini-batch is trained from them.
+            await _logprobs(work, work.mesh.trainer, kept_groups, "old_logprobs", keep=True,
+                            again=lambda left: _prefixes_again(work, work.mesh.trainer, kept_groups))
+    return [ResponseGroup(index, tuple(
+        ResponseSample(sample.sample_index, sample.token_ids, sample.logprobs, sample.reference_logprobs, sample.old_logprobs,
+                       sample.advantage or 0.0, sample.reward is not None)
+        for sample in groups[index])) for index in kept]
+
+
+async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, name: str, *, keep: bool,
+                    again: Callable[[Groups], Awaitable[None]]) -> None:
+    """Fills the samples' `name`, and the journal, one message after the other."""
+    def left() -> Groups:
+        return {index: samples for index, samples in groups.items() if any(getattr(one, name) is None for one in samples)}
+
+    async def ask() -> None:
+        asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
+                 for index, samples in left().items()]
+        for part in orders.in_messages(asked):
+            order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
+            outcomes = await group.command(order, work.place())
+            for scored in outcomes[0].value.samples:
+                setattr(work.samples[scored.group_index, scored.sample_index], name, scored.logprobs)
+            await work.journal.put_samples(work.key, [sample for one in part for sample in groups[one.group_index]])
+
+    if left():
+        await work.recovery.survive(group, ask, redo=lambda: again(left()),
+                                    what=lambda: f"prefixes and log-probabilities of {len(left())} groups")
+
+
+async def _prefixes_again(work: IterationWork, group: EngineGroup, groups: Groups) -> None:
+    order, span = ((orders.reference_prefix, "reference_prefix_again") if group is work.mesh.reference else
+                   (orders.trainer_prefix, "trainer_prefix_again"))
+    await prefix(work, group, span, order, [work.prompts[index] for index in groups], Phase.SUFFIX)
+
+
+def _assign_advantages(work: IterationWork, groups: Groups) -> list[int]:
+    """Sets every sample's advantage; returns the groups that stay."""
+    kept, flat = [], 0
+    for index, samples in groups.items():
+        rewards = [sample.reward for sample in samples]
+        for sample, advantage in zip(samples, advantages(rewards, work.config.loss.advantage)):
+            sample.advantage = advantage
+        flat += not has_signal(rewards)
+        if has_signal(rewards) or not work.config.filter_zero_variance:
+            kept.append(index)
+    if not any(sample.reward is not None for samples in groups.values() for sample in samples):
+        work.emit(Note("warning", "NOTHING_SCORED", "no sample has a reward: there is nothing to learn, the update is left out"))
+        kept = []
+    work.metrics["rollplex/groups_without_signal"] = float(flat)
+    work.metrics["rollplex/groups_filtered"] = float(len(groups) - len(kept))
+    return kept
+
+
+def mini_batches(groups: Sequence[ResponseGroup], count: int) -> list[Sequence[ResponseGroup]]:
+    """Cuts the groups, in order, into `count` parts whose sizes differ by one at most; no part is empty."""
+    count = min(count, len(groups))
+    bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
+    return [groups[start:stop] for start, stop in zip(bounds, bounds[1:])]
+
+
+async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[ResponseGroup]) -> GradientResult:
+    """Suffix and backward of one mini-batch, from SUFFIX into UPDATE. All but the first compute their prefix under the new
+    snapshot. A trainer that is lost before the norm is known goes back to SUFFIX and begins the mini-batch anew."""
+    trainer, prompts = work.mesh.trainer, [work.prompts[group.group_index] for group in batch]
+
+    async def begin() -> None:
+        if work.phase is Phase.UPDATE:
+            await work.move(PhaseEvent.GRADIENT_LOST)
+        await prefix(work, trainer, "trainer_prefix_again", orders.trainer_prefix, prompts, Phase.SUFFIX)
+
+    async def gradient() -> tuple[dict[str, float], GradientResult]:
+        metrics = await _train(work, batch)
+        await _leave(work)
+        with work.timeline.span(Phase.UPDATE, "update"), work.timeline.span(Phase.UPDATE, "gradient_norm"):
+            measured = await trainer.command(orders.measure_gradient(), work.place())
+        return metrics, agreed_gradient([outcome.value for outcome in measured])
+
+    def what() -> str:
+        return f"prefixes and suffixes of {len(batch)} groups"
+
+    if index:
+        await work.recovery.survive(trainer, begin, what=what)
+    metrics, measured = await work.recovery.survive(trainer, gradient, redo=begin, what=what)
+    work.average({**metrics, "actor/grad_norm": measured.grad_norm, "grad_norm": measured.grad_norm,
+                  "rollplex/update_skipped": float(not measured.finite)})
+    return measured
+
+
+async def _train(work: IterationWork, batch: Sequence[ResponseGroup]) -> dict[str, float]:
+    samples = [sample for group in batch for sample in group.samples]
+    scale = LossScale(len(samples), sum(len(sample.token_ids) for sample in samples),
+                      work.config.sampling.max_response_tokens)
+    with work.timeline.span(Phase.SUFFIX, "suffix"):
+        parts = [await work.mesh.trainer.command(orders.train_suffix(part, scale), work.place())
+                 for part in orders.in_messages(batch)]
+    return merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in parts])
+
+
+async def _leave(work: IterationWork) -> None:
+    """Every reader leaves the snapshot. One that is gone has left: the broker makes sure before anybody writes."""
+    mesh, place = work.mesh, work.place()
+    others = [group for group in mesh.used_groups(work.with_reference) if group is not mesh.trainer]
+    with work.timeline.span(Phase.SUFFIX, "leave"):
+        await together(mesh.quiesce([mesh.trainer], place, leave_snapshot=True), *(
+            work.recovery.spare(group, lambda group=group: mesh.let_go(group, place, leave_snapshot=True))
+            for group in others))
+        await work.move(PhaseEvent.READERS_QUIESCED)
