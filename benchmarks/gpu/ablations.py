@@ -120,7 +120,7 @@ def main() -> int:
     job = make_job(arguments, build(arguments))
     arm = Arm("overlap", DEFAULT_POLICY["overlap"] if job.device == "cuda" else TIME_SLICE)
     with tempfile.TemporaryDirectory(prefix="rpa-") as folder:
-        settings = merged(arm_settings(job, arm, Path(folder) / "rt", arguments, LARGE), CHOICES)
+        settings = merged(arm_settings(job, [arm], arm, Path(folder) / "rt", arguments, LARGE), CHOICES)
         if arguments.shape == "tiny" and not arguments.model:
             settings = merged(settings, TINY)
         plans = planned(job, settings)
