@@ -39,7 +39,7 @@ from rollplex_client.cli.mesh import bring_up, stop_timeout_s
 from rollplex_client.cli.settings import Settings, merged
 
 ABLATIONS = tuple(field.name for field in fields(AblationConfig))
-CHOICES = {"trainer": {"gradients": "hbm"}, "reference": {"weights": "paged"},
+CHOICES = {"mesh": {"hbm_runtime_gib": 8.0}, "trainer": {"gradients": "hbm"}, "reference": {"weights": "paged"},
            "run": {"saved_activations": "from_inputs", "suffix_activations": "recompute"}}
 LARGE = 1 << 40
 TINY = {"run": {"saved_activations": "recompute",
@@ -119,7 +119,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     job = make_job(arguments, build(arguments))
     arm = Arm("overlap", DEFAULT_POLICY["overlap"] if job.device == "cuda" else TIME_SLICE)
-    with tempfile.TemporaryDirectory(prefix="rpa-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rpb-") as folder:
         settings = merged(arm_settings(job, [arm], arm, Path(folder) / "rt", arguments, LARGE), CHOICES)
         if arguments.shape == "tiny" and not arguments.model:
             settings = merged(settings, TINY)
