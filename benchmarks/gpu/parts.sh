@@ -1,5 +1,9 @@
 # Sourced, after environment.sh, with $out: parts of one go, each with a limit, whose results are there as soon as they are known.
 mkdir -p "$out"
+# Temporary files of the parts, meshes among them: those of this source tree alone, so that nobody else's mesh is ended below. The
+# same in every call, because compiled kernels are kept there too; short, because sockets lie in it.
+meshes=${TMPDIR:-/tmp}/rp-$(printf %s "$root" | cksum | cut -d' ' -f1)
+mkdir -p "$meshes"
 began=$(date +%s)
 total=${ROLLPLEX_LIMIT_S:-540}
 
@@ -18,7 +22,7 @@ part() {
     echo "##### $name, at most $limit s: $*"
     grep MemTotal /proc/meminfo
     status=0
-    timeout -k 30 "$limit" "$@" >"$out/$name.txt" 2>&1 || status=$?
+    timeout -k 30 "$limit" env TMPDIR="$meshes" "$@" >"$out/$name.txt" 2>&1 || status=$?
     echo "$name: status $status after $(($(date +%s) - started)) s of $limit" | tee -a "$out/status.txt"
     tail -"${LINES_KEPT:-25}" "$out/$name.txt" | cut -c1-400
     reap
@@ -27,7 +31,7 @@ part() {
 # Ends the mesh of a part that was cut off, so that it does not disturb the next one: its supervisor's number is in its own
 # runtime directory. Its logs are kept.
 reap() {
-    for file in "${TMPDIR:-/tmp}"/rpb-*/*/supervisord.pid; do
+    for file in "$meshes"/rpb-*/*/supervisord.pid; do
         [ -e "$file" ] || continue
         pid=$(cat "$file")
         cp -r "$(dirname "$file")/logs" "$out/$name-cut-off" 2>/dev/null || true
