@@ -29,7 +29,7 @@ from rollplex_client.cli.mps_control import CONTROL
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 WAIT_S = 120.0
 RUN = {"sampling": {"samples_per_group": 4, "max_response_tokens": 200, "length_distribution": "lognormal:80:200"},
-       "optimizer": {"learning_rate": 1e-3}, "loss": {"kl_coef": 0.05}, "phase_timeout_s": 120.0}
+       "optimizer": {"learning_rate": 1e-3}, "loss": {"kl_coef": 0.05}, "phase_timeout_s": 240.0}
 PER_ENGINE = 3
 """Iterations while one engine is dealt with: killed before the first, during the second, left alone in the third."""
 

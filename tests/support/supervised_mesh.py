@@ -73,7 +73,7 @@ class SupervisedMesh:
 def supervised_mesh(tables: dict[str, Any]) -> Iterator[SupervisedMesh]:
     """`tables`: sections of the configuration. A reward `ids` is served and registered."""
     # A Unix socket's path has 107 bytes at most, and pytest's directories are long.
-    with tempfile.TemporaryDirectory(prefix="rps-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rpb-") as folder:
         settings = parse_settings(merge({"mesh": {"runtime_dir": f"{folder}/rt", "drain_timeout_s": 2.0},
                                          "coordinator": {"builtin_reward": ""}}, tables))
         supervisor = bring_up(settings, timeout_s=START_S)

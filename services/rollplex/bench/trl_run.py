@@ -100,9 +100,9 @@ class EachImageOnce:
         place = {id(image): index for index, image in enumerate(different)}
         done = self._inner(different, **options)
         order = [place[id(image)] for image in flat]
-        parts = done["pixel_values"].split(done["image_grid_thw"].prod(-1).tolist())
-        done["pixel_values"] = torch.cat([parts[index] for index in order])
-        done["image_grid_thw"] = done["image_grid_thw"][order]
+        grids = torch.as_tensor(done["image_grid_thw"])
+        parts = torch.as_tensor(done["pixel_values"]).split(grids.prod(-1).tolist())
+        done["pixel_values"], done["image_grid_thw"] = torch.cat([parts[index] for index in order]), grids[order]
         return done
 
 

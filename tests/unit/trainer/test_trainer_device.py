@@ -312,6 +312,24 @@ def test_device_errors_name_device_and_phase(error, kind, reason):
     assert (caught.value.reason, caught.value.metadata) == (reason, {"phase": "suffix", "device": "cuda:0"})
 
 
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+    OSError(5, "cuMemUnmap: CUDA_ERROR_MPS_CLIENT_TERMINATED")], ids=["cublas", "triton", "driver"])
+def test_whatever_is_said_where_cuda_refuses_everything_is_a_fault(monkeypatch, error, lost):
+    def synchronize(device):
+        assert device == torch.device("cuda:0")
+        if lost:
+            raise torch.AcceleratorError("MPS client terminated")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(InternalError if lost else type(error)) as caught, \
+            device_errors(Phase.OVERLAP, "generate", "cuda:0"):
+        raise error
+    assert not lost or caught.value.reason == "DEVICE_FAULT"
+
+
 def test_other_errors_pass():
     with pytest.raises(OSError, match="disk"), device_errors(Phase.IDLE, "open_run", "host:0"):
         raise OSError(5, "disk")
