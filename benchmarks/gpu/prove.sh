@@ -14,7 +14,6 @@ parts=${*:-exact prompts replay kills kills-vllm update ablations}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 . "$root/benchmarks/gpu/environment.sh"
 . "$root/benchmarks/gpu/parts.sh"
-work=${ROLLPLEX_WORK:-${TMPDIR:-/tmp}/rollplex-bench-data}
 export ROLLPLEX_FIGURES="$out/figures.jsonl"
 cd "$root"
 tests="$python -m pytest -rA -p no:cacheprovider"
