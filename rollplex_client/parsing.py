@@ -119,4 +119,4 @@ def mesh(message: pb.GetMeshResponse) -> results.Mesh:
     return results.Mesh(services, message.open_run, _phase(message.phase) or "idle",
                         tuple(_ledger_entry(row) for row in ledger.rows),
                         tuple(_ledger_entry(row) for row in ledger.peaks),
-                        ledger.host_slab_bytes, ledger.host_limit_bytes)
+                        ledger.host_slab_bytes, ledger.host_limit_bytes, dict(ledger.counts))

@@ -164,6 +164,8 @@ class Mesh:
     host_slab_bytes: int = 0
     host_limit_bytes: int = 0
     """0: no limit."""
+    custody: dict[str, int] = field(default_factory=dict)
+    """How many `slabs`, `leases`, `sessions`, `former_sessions` and `tickets` the broker keeps now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,10 @@ def _add_mesh_commands(add) -> None:
     logs.add_argument("service", nargs="?", metavar="SERVICE", help="default: all")
     logs.add_argument("-f", "--follow", action="store_true", help="go on as lines are written")
     logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each log (default 50)")
-    restart = add("restart", "mesh_commands:restart", "Restart one service and wait until it serves.")
+    restart = add("restart", "restart_command:restart",
+                  "Restart one service, once no UPDATE runs, and wait until it serves and fits the mesh.")
     restart.add_argument("service", metavar="SERVICE", help="its name in `rollplex status`, as trainer-0")
+    restart.add_argument("--force", action="store_true", help="inside an UPDATE too, which is then rolled forward")
     _timeout(restart)
 
 

@@ -1,4 +1,4 @@
-"""up, down, status, restart."""
+"""up, down, status."""
 
 from __future__ import annotations
 
@@ -42,17 +42,6 @@ def down(arguments: argparse.Namespace, output: Output) -> None:
     output.note(f"stopping {', '.join(names)}")
     pid = supervisor.shut_down(mesh.stop_timeout_s(settings))
     output.result({"stopped": names, "pid": pid}, f"{len(names)} services have stopped")
-
-
-def restart(arguments: argparse.Namespace, output: Output) -> None:
-    settings = mesh.as_running(load(arguments))
-    supervisor = Supervisor(settings.mesh.runtime_dir)
-    supervisor.restart(arguments.service)
-    with health_display(output) as on_health:
-        mesh.wait_until_serving(settings, supervisor, timeout_s=arguments.timeout, on_health=on_health,
-                                only=arguments.service)
-    process = next(item for item in supervisor.processes() if item.name == arguments.service)
-    output.result({"service": process.name, "pid": process.pid}, f"{process.name} serves again, pid {process.pid}")
 
 
 @contextlib.contextmanager

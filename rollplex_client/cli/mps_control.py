@@ -15,11 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollplex.core.errors import BadInput, Unavailable
-from rollplex.core.sharing import LOG_VARIABLE, PIPE_VARIABLE, without_mps_variables
+from rollplex.core.sharing import CONTROL, LOG_VARIABLE, control_environment
 
 log = logging.getLogger("mps")
 
-CONTROL = "nvidia-cuda-mps-control"
 COMMAND_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -41,10 +40,7 @@ class ControlDaemon:
     def __init__(self, command: str, pipe_directory: Path, log_directory: Path) -> None:
         self._command, self._pipe_directory, self._log_directory = command, pipe_directory, log_directory
         self._process: subprocess.Popen[bytes] | None = None
-        # CUDA_VISIBLE_DEVICES would number the GPUs twice: once for the daemon, then for its clients, who have it too.
-        self._environment = {name: value for name, value in without_mps_variables(dict(os.environ)).items()
-                             if name != "CUDA_VISIBLE_DEVICES"}
-        self._environment |= {PIPE_VARIABLE: str(pipe_directory), LOG_VARIABLE: str(log_directory)}
+        self._environment = control_environment(dict(os.environ), pipe_directory) | {LOG_VARIABLE: str(log_directory)}
 
     @property
     def pid(self) -> int:

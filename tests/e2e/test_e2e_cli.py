@@ -194,6 +194,7 @@ def test_restart(cli, files):
     again = cli("restart", "reward").result
     assert again["service"] == "reward"
     assert again["pid"] != pids["reward"]
+    assert {"coordinator", "broker", "trainer-0"} <= set(again["compared_with"])
     assert train(cli, files.video_r1_absolute(), "after-restart", "--iterations", 1).result["unscored_per_iteration"] == 0.0
 
 

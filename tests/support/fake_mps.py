@@ -1,6 +1,6 @@
 """A stand-in for `nvidia-cuda-mps-control`: `-f` serves commands on a socket in the pipe directory, without it one command is
 read from stdin, as the real one does both. What servers there are, and how they are, lies in the file `servers` in the log
-directory ("PID STATUS" lines), which a test may rewrite."""
+directory ("PID STATUS" lines), which a test may rewrite; their clients in the file `clients`, a PID a line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import os, signal, socket, subprocess, sys
 from pathlib import Path
 
 pipe, logs = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]), Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/nowhere"))
-servers, path = logs / "servers", str(pipe / "control")
+servers, clients, path = logs / "servers", logs / "clients", str(pipe / "control")
 
 
 def known():
@@ -28,6 +28,8 @@ def answer(command):
         return "".join(pid + "\\n" for pid in known())
     if words[0] == "get_server_status":
         return known().get(words[1], "?") + "\\n"
+    if words[0] == "get_client_list":
+        return clients.read_text() if clients.exists() else ""
     if words[0] == "start_server":
         server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         servers.write_text(f"{server.pid} ACTIVE\\n")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class HandMesh:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="rollplex-e2e-"))
         self.mesh = MeshSection(runtime_dir=self.runtime_dir, drain_timeout_s=2.0, **sizes or {})
         self.processes: dict[str, subprocess.Popen] = {}
+        self.environment: dict[str, str] = {}
+        """Of every service that is started from now on."""
         self.config = self.runtime_dir / "mesh.toml"
         self.config.write_text(to_toml({
             "mesh": to_plain(self.mesh),
@@ -58,13 +61,14 @@ class HandMesh:
     def client(self) -> Client:
         return Client(self.mesh.address("coordinator"), wait_for_ready=True)
 
-    def start(self, *names: str) -> None:
-        """Starts services and waits until each says SERVING."""
+    def start(self, *names: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        """Starts services and waits until each says SERVING. `arguments`, as --set, and `environment` are for these alone."""
         for name in names:
             with (self.runtime_dir / f"{name}.log").open("a") as log:
                 self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", *_module(name), "--config", str(self.config)], stdout=log, stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+                    [sys.executable, "-m", *_module(name), "--config", str(self.config), *arguments], stdout=log, stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self.environment,
+                         **(environment or {})})
         for name in names:
             self._wait_serving(name)
 

@@ -23,6 +23,7 @@ from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.server import build
 from rollplex.core import work
+from rollplex.core.compatibility import digest
 from rollplex.core.config import MeshSection, ModelSection, RunConfig
 from rollplex.core.errors import NotFound, as_domain_error
 from rollplex.core.ids import actor_slab, state_slab
@@ -61,13 +62,17 @@ class Stub:
     """A replica's number for rollout."""
     tensor_parallel_size: int = 1
     devices: tuple[int, ...] = ()
-    layout_hash: str = "stub"
+    layout_facts: dict[str, str] = field(default_factory=lambda: {"slab.dtype": "float32"})
     open_run_name: str = ""
     bound_snapshot: int = -1
     calls: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
     communicator: StubCommunicator = field(default_factory=StubCommunicator)
+
+    @property
+    def layout_hash(self) -> str:
+        return digest(self.layout_facts)
 
     def __post_init__(self) -> None:
         """For what a role keeps beside the above."""
@@ -252,7 +257,8 @@ class StubMesh:
     kill: Callable
     """(service name): its connections break and it serves no more."""
     replace: Callable
-    """(service name): another process of that name serves, which knows of nothing. Returns its engine."""
+    """(service name): another process of that name serves, which knows of nothing; `changes` of its fields. Returns
+    its engine."""
 
     @property
     def rollout(self) -> StubRollout:
@@ -279,32 +285,33 @@ class StubMesh:
 
 
 @asynccontextmanager
-async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None, **sizes: int):
+async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConfig | None = None, *,
+                    host_limit_bytes: int = 0, **sizes: int):
     """Starts everything, the stub reward registered as "stub". `sizes`: more of [mesh], as train_tensor_parallel."""
     mesh = MeshSection(runtime_dir=runtime_dir, drain_timeout_s=0.2, **sizes)
     model = ModelSection(checkpoint=checkpoint)
     config = config or CoordinatorConfig(builtin_reward="")
-    broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=0)))
+    broker = Broker(BrokerConfig(mesh=mesh, broker=BrokerSection(keeper=False, host_limit_bytes=host_limit_bytes)))
     servers = [await start_server("broker", mesh.address("broker"), lambda server: add_broker(broker.custody, server))]
     await broker.start()
     await servers[0].ready()
     engines: dict[str, Stub] = {}
     running: dict[str, RunningServer] = {}
 
-    async def start(role: str, index: int) -> None:
+    async def start(role: str, index: int, **changes) -> None:
         name, (kind, add) = f"{role}-{index}", ROLES[role]
         devices = mesh.topology.replica_devices(index) if role == "rollout" else (index,)
         ranks = 1 if role == "rollout" else mesh.ranks(role)
-        engines[name] = kind(role, mesh, rank=index, tensor_parallel_size=ranks, devices=devices)
+        engines[name] = kind(role, mesh, rank=index, tensor_parallel_size=ranks, devices=devices, **changes)
         running[name] = await start_engine(name, mesh.address(name), engines[name], add)
 
     async def kill(name: str) -> None:
         await running.pop(name).drain(0)
 
-    async def replace(name: str) -> Stub:
+    async def replace(name: str, **changes) -> Stub:
         role, _, index = name.rpartition("-")
         before = engines[name]
-        await start(role, int(index))
+        await start(role, int(index), **changes)
         engines[name].session = before.session
         result.__dict__[f"{role}s"][int(index)] = engines[name]
         return engines[name]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollplex.broker import records
 from rollplex.broker.actors import ActorTable
 from rollplex.broker.fencing import Fence
 from rollplex.broker.grants import Grants
-from rollplex.broker.hbm import HbmBudget
+from rollplex.broker.hbm import HbmBudget, Reading
 from rollplex.broker.ledger import LedgerBook
+from rollplex.broker.mps_clients import ClientList
 from rollplex.broker.records import Record, Vault
 from rollplex.broker.sessions import Connection, Session, SessionTable, check_names, forget_pidfd
 from rollplex.broker.slabs import SlabStore, check_announced
@@ -30,7 +32,7 @@ class Custody:
 
     def __init__(self, vault: Vault, *, host_limit_bytes: int, budget: HbmBudget | None = None, ticket_lifetime_s: float = 30.0,
                  fence_timeout_s: float = 5.0, reconnect_grace_s: float = 10.0,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, clients: ClientList | None = None) -> None:
         self.host_limit_bytes = host_limit_bytes
         self.budget = budget or HbmBudget()
         self.slabs = SlabStore()
@@ -39,10 +41,13 @@ class Custody:
         self.sessions = SessionTable()
         self.tickets = TicketBook(ticket_lifetime_s)
         self.ledger = LedgerBook()
-        self.fence = Fence(self.sessions, self.forget, timeout_s=fence_timeout_s, grace_s=reconnect_grace_s, clock=clock)
+        self.fence = Fence(self.sessions, self.forget, timeout_s=fence_timeout_s, grace_s=reconnect_grace_s, clock=clock,
+                           clients=clients)
         self.grants = Grants(self.slabs, self.leases, self.actors, self.sessions, self.fence, vault)
         self._vault = vault
         self._clock = clock
+        self._phase_order = ("", 0)
+        """Caller and number of the phase that was entered last."""
 
     def hello(self, process: object, role: object, pid: int, pidfd: int,
               connection: Connection) -> tuple[Session, list[str]]:
@@ -179,17 +184,27 @@ class Custody:
         state = actor.snapshot
         return SnapshotInfo(state.state.value, state.number, 0 if state.readable else state.update_epoch, actor.slabs)
 
+    async def read_devices(self) -> dict[str, Reading]:
+        """What the driver says of the devices in use, off the loop: it may be slow, and fences and leases are not."""
+        return await asyncio.to_thread(self.budget.read, tuple(self.ledger.hbm_bytes()))
+
     def enter_phase(self, run: str, iteration: int, phase: Phase, planned: Sequence[PlannedBytes] = (),
-                    relaxed: tuple[str, ...] = ()) -> tuple[str, ...]:
+                    relaxed: tuple[str, ...] = (), readings: Mapping[str, Reading] | None = None, order: tuple[str, int] = ("", 0)
+                    ) -> tuple[str, ...]:
         """Ends a phase and begins another; the violations of the one that ended. Raises OutOfMemory, and changes nothing, when
-        a device has no room for what the phase that begins is planned to need."""
+        a device has no room for what the phase that begins is planned to need. `readings`: what `read_devices` gave.
+        `order`: caller and sequence of EnterPhaseRequest."""
+        if order[0] and order[0] == self._phase_order[0] and order[1] < self._phase_order[1]:
+            return self.ledger.violations
         if not self.ledger.is_at(run, iteration, phase):
             held = self.ledger.hbm_bytes()
             self.budget.check_phase(phase, held, planned)
-            unexplained = self.budget.unexplained(held)
-            self.ledger.note_unexplained(unexplained)
-            growth = self.budget.check_growth(run or self.ledger.run, self.ledger.phase, unexplained)
+            readings = self.budget.read(held) if readings is None else readings
+            self.ledger.note_unexplained(self.budget.unexplained(held, readings))
+            ours = {session.pid for session in self.sessions.by_secret.values()}
+            growth = self.budget.check_growth(run or self.ledger.run, self.ledger.phase, held, readings, ours)
             self.ledger.enter(run, iteration, phase, relaxed, growth)
+        self._phase_order = order
         violations = self.ledger.violations
         self._vault.note(*records.phase(self.ledger))
         return violations
@@ -203,7 +218,9 @@ class Custody:
         self.ledger.report(self.sessions.get(secret).name, entries)
 
     def get_ledger(self, run: str) -> Ledger:
-        return Ledger(self.ledger.rows(run), self.ledger.peak_rows(run), self.host_limit_bytes, self.slabs.host_bytes)
+        counts = {"slabs": len(self.slabs.by_name), "leases": len(self.leases.by_id), "tickets": len(self.tickets.claims),
+                  "sessions": len(self.sessions.by_secret), "former_sessions": len(self.sessions.former)}
+        return Ledger(self.ledger.rows(run), self.ledger.peak_rows(run), self.host_limit_bytes, self.slabs.host_bytes, counts)
 
     def records(self) -> list[Record]:
         """Everything that a successor needs."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
+from rollplex.broker.mps_clients import ClientList
 from rollplex.broker.sessions import Session, SessionTable, kill_and_wait
 from rollplex.core.errors import Aborted, Unavailable
 from rollplex.core.leases import Lease
+
+CLIENT_POLL_S = 0.05
 
 
 class Fence:
     """The rules about former holders. `forget` is told of sessions that are dead, with the leases they had left."""
 
     def __init__(self, sessions: SessionTable, forget: Callable[[Session, Iterable[Lease]], None], *, timeout_s: float,
-                 grace_s: float, clock: Callable[[], float]) -> None:
-        self._sessions, self._forget, self._clock = sessions, forget, clock
+                 grace_s: float, clock: Callable[[], float], clients: ClientList | None = None) -> None:
+        """`clients`: of the MPS daemon, where there is one; a dead process that is one still counts as mapping what it had."""
+        self._sessions, self._forget, self._clock, self._clients = sessions, forget, clock, clients
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._grace_ends_s = 0.0
 
@@ -23,7 +28,12 @@ class Fence:
         self._grace_ends_s = self._clock() + self._grace_s
 
     def bury_dead(self) -> None:
-        for session in self._sessions.take_dead():
+        """Forgets former sessions whose processes are gone. With an MPS daemon it takes `clear` to know that."""
+        if self._clients is None:
+            self._bury(self._sessions.take_dead())
+
+    def _bury(self, dead: Iterable[Session]) -> None:
+        for session in dead:
             self._forget(session, session.left.values())
 
     def on_slab(self, slab: str) -> list[tuple[Session, Lease]]:
@@ -45,8 +55,18 @@ class Fence:
         if session.inherited and self._clock() < self._grace_ends_s:
             raise Unavailable(f"{what} waits until {session.process} (pid {session.pid}) has connected to the restarted "
                               f"broker, at most {self._grace_s:g} s", reason="RECONNECT_GRACE")
+        deadline = self._clock() + self._timeout_s
         await kill_and_wait(session, self._timeout_s)
-        self.bury_dead()
+        if self._clients is not None:
+            await self._client_gone(self._clients, session, deadline)
+        self._bury(self._sessions.take_gone(session.pid))
+
+    async def _client_gone(self, clients: ClientList, session: Session, deadline: float) -> None:
+        while await clients.has(session.pid):
+            if self._clock() > deadline:
+                raise Aborted(f"{session.process} (pid {session.pid}) is dead, but the MPS server has it as a client after "
+                              f"{self._timeout_s:g} s; `rollplex restart mps` ends it", reason="NOT_FENCED", pid=session.pid)
+            await asyncio.sleep(CLIENT_POLL_S)
 
     def release(self, lease_id: str, pid: int) -> bool:
         """The process itself says, over another connection, that it maps this no more."""

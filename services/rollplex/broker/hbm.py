@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from rollplex.core.errors import OutOfMemory
 from rollplex.core.phases import Phase
 from rollplex.core.residency import PlannedBytes
 from rollplex.memory.slab import Slab
+
+log = logging.getLogger(__name__)
 
 Held = Mapping[str, Mapping[str, int]]
 """Device -> object class -> bytes in its memory, as the ledger has them."""
@@ -22,6 +25,18 @@ class DeviceMeter(Protocol):
 
     def total_bytes(self, device: str) -> int | None: ...
 
+    def process_bytes(self, device: str) -> Mapping[int, int] | None:
+        """By process, those of this PID namespace; None where the driver does not tell them apart."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the driver says of a device at one moment."""
+
+    used_bytes: int
+    process_bytes: Mapping[int, int] | None = None
+
 
 class NoMeter:
     """Where there is no GPU to ask about."""
@@ -30,6 +45,9 @@ class NoMeter:
         return None
 
     def total_bytes(self, device: str) -> None:
+        return None
+
+    def process_bytes(self, device: str) -> None:
         return None
 
 
@@ -42,12 +60,22 @@ class HbmBudget:
     """By how much the unexplained bytes of a phase may grow over those of the run's first iteration."""
     meter: DeviceMeter = field(default_factory=NoMeter)
     run: str = ""
-    first: dict[tuple[str, Phase], int] = field(default_factory=dict)
-    """Device and phase -> unexplained bytes when that phase of the run first ended."""
+    first: dict[tuple[str, Phase], tuple[int, int | None]] = field(default_factory=dict)
+    """Device and phase -> unexplained bytes, and those of our processes, when that phase of the run first ended."""
+    totals: dict[str, int] = field(default_factory=dict)
 
     def limit(self, device: str) -> int:
         """0: none. Plain host memory is no device's."""
-        return 0 if device == "host" else self.limit_bytes or self.meter.total_bytes(device) or 0
+        if device == "host" or self.limit_bytes:
+            return 0 if device == "host" else self.limit_bytes
+        if device not in self.totals:
+            self.totals[device] = self.meter.total_bytes(device) or 0
+        return self.totals[device]
+
+    def read(self, devices: Iterable[str]) -> dict[str, Reading]:
+        """Asks the driver, which may take its time: on a thread. Devices of which it says nothing are left out."""
+        used = {device: self.meter.used_bytes(device) for device in devices}
+        return {device: Reading(size, self.meter.process_bytes(device)) for device, size in used.items() if size is not None}
 
     def check_slab(self, slab: Slab, slab_bytes: int, reported_bytes: int, table: str) -> None:
         """`slab_bytes` are in slabs of its device, `reported_bytes` beside them. Raises OutOfMemory with the ledger's table."""
@@ -79,13 +107,14 @@ class HbmBudget:
                     f"(mesh.hbm_budget_gib)\n{_table(has, wants, counted)}", reason="PHASE_OVER_BUDGET", device=device,
                     phase=phase.value, needed_bytes=total, limit_bytes=limit)
 
-    def unexplained(self, held: Held) -> dict[str, int]:
+    @staticmethod
+    def unexplained(held: Held, readings: Mapping[str, Reading]) -> dict[str, int]:
         """Device -> what the driver counts as used beyond the ledger: contexts, CUDA graphs, allocator caches, strangers."""
-        used = {device: self.meter.used_bytes(device) for device in held}
-        return {device: size - sum(held[device].values()) for device, size in used.items() if size is not None}
+        return {device: reading.used_bytes - sum(held.get(device, {}).values()) for device, reading in readings.items()}
 
-    def check_growth(self, run: str, ended: Phase, unexplained: Mapping[str, int]) -> list[str]:
-        """Sentences on devices whose unexplained bytes have grown by more than the slack since the phase first ended.
+    def check_growth(self, run: str, ended: Phase, held: Held, readings: Mapping[str, Reading], ours: Set[int]) -> list[str]:
+        """Sentences on devices whose unexplained bytes have grown by more than the slack since the phase first ended, where the
+        driver shows that processes of `ours` have grown so. What a stranger takes, or nobody can tell apart, is logged.
 
         IDLE is left out: before the first iteration nothing is warm.
         """
@@ -95,12 +124,25 @@ class HbmBudget:
         if ended is Phase.IDLE:
             return []
         wrong = []
-        for device, size in unexplained.items():
-            grown = size - self.first.setdefault((device, ended), size)
-            if grown > self.slack_bytes:
-                wrong.append(f"{device} holds {size:,} bytes in phase {ended.value} that the ledger does not explain, {grown:,} "
-                             f"more than in the first iteration (broker.unexplained_slack_gib)")
+        for device, size in self.unexplained(held, readings).items():
+            mine = _mine(readings[device], ours)
+            first, first_mine = self.first.setdefault((device, ended), (size, mine))
+            grown = size - first
+            if grown <= self.slack_bytes:
+                continue
+            sentence = (f"{device} holds {size:,} bytes in phase {ended.value} that the ledger does not explain, {grown:,} more "
+                        "than in the first iteration (broker.unexplained_slack_gib)")
+            if mine is not None and first_mine is not None and mine - first_mine > self.slack_bytes:
+                wrong.append(sentence)
+            else:
+                log.warning("%s; they are not known to be this mesh's: somebody else computes there", sentence)
         return wrong
+
+
+def _mine(reading: Reading, ours: Set[int]) -> int | None:
+    """Bytes of our processes; None when the driver lists none of them."""
+    listed = {} if reading.process_bytes is None else reading.process_bytes
+    return sum(listed[pid] for pid in ours & listed.keys()) if ours & listed.keys() else None
 
 
 def _table(held: Mapping[str, int], planned: Mapping[str, int], counted: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rollplex.core.phases import Phase
 from rollplex.core.residency import CONTRACT, RUNTIME, Holding, Residency, check
 from rollplex.core.work import ResidencyEntry
-from rollplex.memory.slab import LedgerRow, Slab
+from rollplex.memory.slab import LedgerRow, Slab, table
 
 Key = tuple[str, str, str, str]
 """Object class, role, device, residency."""
@@ -142,11 +142,7 @@ class LedgerBook:
 
     def table(self) -> str:
         """The current rows as text, a line each."""
-        lines = [f"{'object class':<20} {'role':<12} {'device':<8} {'in':<7} {'bytes':>16} {'slabs':>6}"]
-        for row in self.rows():
-            lines.append(f"{row.object_class:<20} {row.role:<12} {row.device:<8} {row.residency:<7} {row.size_bytes:>16,} "
-                         f"{row.slab_count or '-':>6}")
-        return "\n".join(lines)
+        return table(self.rows())
 
     def _reported(self) -> Iterator[ResidencyEntry]:
         for entries in self.reports.values():

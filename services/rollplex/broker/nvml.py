@@ -28,6 +28,18 @@ class NvmlMeter:
         memory = self._memory(device)
         return None if memory is None else int(memory.total)
 
+    def process_bytes(self, device: str) -> dict[int, int] | None:
+        """Of each compute process that NVML can name and size; in a container these may be other pids than ours, or none."""
+        if self._memory(device) is None:
+            return None
+        try:
+            listed = self._library.nvmlDeviceGetComputeRunningProcesses(self._handles[device])
+        except self._library.NVMLError as error:
+            log.warning("NVML does not tell the processes on %s: %s", device, error)
+            return None
+        sized = {int(process.pid): process.usedGpuMemory for process in listed}
+        return {pid: int(size) for pid, size in sized.items() if size is not None}
+
     def _memory(self, device: str) -> Any:
         if not is_cuda(device):
             return None

@@ -11,9 +11,11 @@ from rollplex.broker.engine import Custody
 from rollplex.broker.handle_server import HandleServer
 from rollplex.broker.hbm import HbmBudget, NoMeter
 from rollplex.broker.keeper_link import KeeperLink
+from rollplex.broker.mps_clients import client_list
 from rollplex.broker.nvml import device_meter
 from rollplex.broker.records import NoVault
 from rollplex.broker.servicer import BrokerServicer
+from rollplex.core.compatibility import config_facts
 from rollplex.core.host_memory import default_host_limit_bytes
 from rollplex.rpc.handles import allow_most_fds
 from rollplex.rpc.runtime_dir import prepare_runtime_dir
@@ -40,7 +42,7 @@ class Broker:
                            device_meter() if config.mesh.devices == "cuda" else NoMeter())
         self.custody = Custody(self._link or NoVault(), host_limit_bytes=limit, budget=budget,
                                ticket_lifetime_s=section.ticket_lifetime_s, fence_timeout_s=section.fence_timeout_s,
-                               reconnect_grace_s=section.reconnect_grace_s)
+                               reconnect_grace_s=section.reconnect_grace_s, clients=client_list(config.mesh))
         self._handles = HandleServer(config.mesh.handle_socket, self.custody)
 
     def recover(self) -> None:
@@ -71,4 +73,5 @@ async def main(config: BrokerConfig) -> None:
     broker = Broker(config)
     broker.recover()
     await serve("broker", config.mesh.address("broker"), lambda server: add_broker(broker.custody, server),
-                drain_timeout_s=config.mesh.drain_timeout_s, on_ready=broker.start, on_drain=broker.close)
+                drain_timeout_s=config.mesh.drain_timeout_s, on_ready=broker.start, on_drain=broker.close,
+                subjects=config_facts(config.mesh))

@@ -78,8 +78,10 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
         if phase is None:
             raise BadInput("EnterPhase needs a phase", reason="PHASE_REQUIRED")
         planned = [from_proto(PlannedBytes, item) for item in request.planned]
+        readings = await self._custody.read_devices()
         return pb.EnterPhaseResponse(violations=self._custody.enter_phase(
-            request.run, request.iteration, phase, planned, tuple(request.relaxed)))
+            request.run, request.iteration, phase, planned, tuple(request.relaxed), readings,
+            (request.caller, request.sequence)))
 
     async def ReportResidency(self, request: pb.ReportResidencyRequest,
                               context: aio.ServicerContext) -> pb.ReportResidencyResponse:
@@ -89,7 +91,8 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
     async def GetLedger(self, request: pb.GetLedgerRequest, context: aio.ServicerContext) -> pb.GetLedgerResponse:
         ledger = self._custody.get_ledger(request.run)
         return pb.GetLedgerResponse(rows=_rows(ledger.rows), peaks=_rows(ledger.peaks),
-                                    host_limit_bytes=ledger.host_limit_bytes, host_slab_bytes=ledger.host_slab_bytes)
+                                    host_limit_bytes=ledger.host_limit_bytes, host_slab_bytes=ledger.host_slab_bytes,
+                                    counts=ledger.counts)
 
 
 def _optional(request: Message, name: str) -> int | None:

@@ -114,6 +114,12 @@ class SessionTable:
         self.former = [session for session in self.former if session not in dead]
         return dead
 
+    def take_gone(self, pid: int) -> list[Session]:
+        """Removes and returns the former sessions of a process that is known to be gone."""
+        gone = [session for session in self.former if session.pid == pid and has_exited(session.pidfd)]
+        self.former = [session for session in self.former if session not in gone]
+        return gone
+
     def take_resumable(self, process: str, pid: int) -> list[Session]:
         """Removes and returns the former sessions of the very process that has connected again."""
         its = [session for session in self.former if (session.process, session.pid) == (process, pid)]

@@ -14,6 +14,9 @@ class CoordinatorConfig:
 
     journal: Path | None = None
     """SQLite file; absent: `journal.sqlite` in the runtime directory."""
+    journal_full_wait_s: float = 30.0
+    """How long a write to the journal waits for room on a full disk before the call or iteration that needs it fails. What has
+    happened already is waited for as long as it takes."""
     replay_journal: Path | None = None
     """Another mesh's journal, in which runs to be replayed are looked up after this mesh's own."""
     checkpoints: Path | None = None
@@ -30,3 +33,5 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if self.decode_workers < 1:
             raise ValueError(f"decode_workers is {self.decode_workers}; it must be at least 1")
+        if not self.journal_full_wait_s >= 0:
+            raise ValueError(f"journal_full_wait_s is {self.journal_full_wait_s}; it must be at least 0")

@@ -150,6 +150,7 @@ class Coordinator:
     async def close(self) -> None:
         """Leaves the journal as it is: the next coordinator takes over from there."""
         self._closing = True
+        self.journal.give_up_waiting()
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import time
 from collections.abc import AsyncIterator
 
 from rollplex.coordinator.journal import Journal
 from rollplex.coordinator.records import Event, EventBody, IterationKey
-from rollplex.core.errors import DataLoss
+from rollplex.core.errors import DataLoss, Unavailable
 
 PAGE = 500
 """Events read from the journal at a time."""
@@ -25,7 +26,7 @@ class EventLog:
         self.committed = last_sequence
         self._wake = asyncio.Event()
         self._advanced = asyncio.Event()
-        self._failure: sqlite3.Error | None = None
+        self._failure: Exception | None = None
         self._writer = asyncio.create_task(self._write(), name=f"events-{run}")
 
     @property
@@ -61,7 +62,9 @@ class EventLog:
                 await advanced.wait()
 
     async def close(self) -> None:
-        await self.flush()
+        """Commits what there is room for: the rest nobody has seen, and its numbers are given again."""
+        with contextlib.suppress(DataLoss):
+            await self.flush()
         self._writer.cancel()
 
     def _check(self) -> None:
@@ -78,7 +81,7 @@ class EventLog:
             try:
                 await self._journal.add_events(self._run, batch)
                 self.committed = batch[-1].sequence
-            except sqlite3.Error as error:
+            except (sqlite3.Error, Unavailable) as error:
                 self._failure = error
             self._advanced.set()
             self._advanced = asyncio.Event()

@@ -59,7 +59,7 @@ async def _begin(work: IterationWork) -> None:
     groups = mesh.used_groups(work.with_reference)
     await survive(None, lambda: mesh.register_snapshot(work.run), what=lambda: "registering the snapshot")
     await together(*(work.recovery.present(group) for group in groups))
-    mesh.check_same_layout(groups)
+    await mesh.check_fits(groups, work.run.name)
     if work.resumed:
         await _clear(work)
     work.plan()

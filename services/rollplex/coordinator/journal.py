@@ -1,6 +1,7 @@
 """The journal: runs, iterations, samples, events, updates and rewards in one SQLite file.
 
-Every write is committed (and synced) before its call returns; calls run on one thread, in order.
+Every write is committed (and synced) before its call returns; calls run on one thread, in order. While the disk is full a write
+waits for room: what begins something only so long, since it can be refused; what records what has happened until there is some.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import sqlite3
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +31,15 @@ from rollplex.coordinator.records import (
     UpdateRecord,
     iteration_from_json,
 )
-from rollplex.core.errors import DataLoss, WrongState
+from rollplex.core.errors import DataLoss, Unavailable, WrongState
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+ROOM_RETRY_S = 0.25
+NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""A full disk, a quota or a file's size limit; nothing of the transaction is written then."""
 
 SCHEMA_VERSION = 3
 SCHEMA = """
@@ -78,10 +87,16 @@ def _open(path: Path) -> sqlite3.Connection:
 class Journal:
     """All methods are awaitables of one writer thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, full_wait_s: float = 30.0) -> None:
+        """`full_wait_s`: CoordinatorConfig.journal_full_wait_s."""
+        self._path, self._full_wait_s, self._closing = path, full_wait_s, False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = _open(path)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+
+    def give_up_waiting(self) -> None:
+        """Writes that wait for room fail from now on: the process ends, and its successor takes over what is committed."""
+        self._closing = True
 
     async def close(self) -> None:
         await self._call(self._db.close)
@@ -90,15 +105,34 @@ class Journal:
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def _commit(self, statements: Sequence[tuple[str, Iterable[Sequence[Any]]]]) -> None:
-        """Runs all statements, each for all its rows, in one transaction."""
+    async def _commit(self, statements: Sequence[tuple[str, Iterable[Sequence[Any]]]], *, must: bool = False) -> None:
+        """Runs all statements, each for all its rows, in one transaction.
+
+        Raises Unavailable when there is no room for `full_wait_s`; if it `must` be written, not before the process ends.
+        """
         def commit() -> None:
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
                 for sql, rows in statements:
                     self._db.executemany(sql, rows)
 
-        await self._call(commit)
+        deadline, waited = time.monotonic() + self._full_wait_s, False
+        while True:
+            try:
+                await self._call(commit)
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode not in NO_ROOM:
+                    raise
+                if self._closing or (not must and time.monotonic() > deadline):
+                    raise Unavailable(f"the journal {self._path} cannot grow: {error}. Make room on its disk and try again; "
+                                      "what was acknowledged is in it", reason="JOURNAL_FULL", path=self._path) from error
+                if not waited:
+                    log.error("the journal %s cannot grow: %s; waiting for room", self._path, error)
+                waited = True
+            await asyncio.sleep(ROOM_RETRY_S)
+        if waited:
+            log.warning("the journal %s has room again", self._path)
 
     async def _rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         return await self._call(lambda: self._db.execute(sql, arguments).fetchall())
@@ -106,7 +140,7 @@ class Journal:
     # Runs
 
     async def put_run(self, run: Run) -> None:
-        await self._commit([_put_run(run)])
+        await self._commit([_put_run(run)], must=run.state is not RunState.OPENING)
 
     async def runs(self) -> list[Run]:
         """Newest first."""
@@ -138,7 +172,7 @@ class Journal:
             _put_run(run)])
 
     async def put_iteration(self, iteration: Iteration) -> None:
-        await self._commit([_put_iteration(iteration)])
+        await self._commit([_put_iteration(iteration)], must=iteration.state.ended)
 
     async def iterations(self, run: str) -> list[Iteration]:
         rows = await self._rows("SELECT body FROM iterations WHERE run = ? ORDER BY rowid", run)
@@ -189,7 +223,7 @@ class Journal:
         kinds = {kind: name for name, kind in EVENT_KINDS.items()}
         rows = [(run, event.sequence, event.time_s, event.iteration, event.validation, kinds[type(event.body)],
                  json.dumps(dataclasses.asdict(event.body))) for event in events]
-        await self._commit([("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", rows)])
+        await self._commit([("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", rows)], must=True)
 
     async def events(self, run: str, after_sequence: int, limit: int) -> list[Event]:
         rows = await self._rows(
@@ -218,7 +252,7 @@ class Journal:
     async def publish(self, run: Run, snapshot: int) -> None:
         """The one record that makes the next snapshot the run's: update published, counters moved."""
         await self._commit([("UPDATE updates SET published = 1 WHERE run = ? AND snapshot = ?", [(run.name, snapshot)]),
-                            _put_run(run)])
+                            _put_run(run)], must=True)
 
     async def published_updates(self, run: str, iteration: int) -> list[UpdateRecord]:
         """Of one iteration, in order."""

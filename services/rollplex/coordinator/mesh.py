@@ -10,13 +10,14 @@ from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import check_one_actor
+from rollplex.coordinator.compatibility import Admission
 from rollplex.coordinator.peers import EngineGroup, Place, together
 from rollplex.coordinator.planner import IterationNeeds, Planner, engine_choices
 from rollplex.coordinator.ranks import Outcome
 from rollplex.coordinator.records import Run
 from rollplex.core.checkpoints import Checkpoint
 from rollplex.core.config import MeshSection, RunConfig
-from rollplex.core.errors import InternalError, WrongState
+from rollplex.core.errors import InternalError
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import RUNTIME
@@ -32,12 +33,14 @@ NOTHING = IterationNeeds()
 class Mesh:
     """All peers of the coordinator but the rewards."""
 
-    def __init__(self, mesh: MeshSection, session: BrokerSession, planner: Planner | None = None) -> None:
+    def __init__(self, mesh: MeshSection, session: BrokerSession, planner: Planner | None = None,
+                 admission: Admission | None = None) -> None:
         """Without a `planner` the broker is not told what phases need, and checks what is held alone."""
         def addresses(role: str) -> dict[str, str]:
             return {f"{role}-{index}": mesh.address(f"{role}-{index}") for index in range(mesh.ranks(role))}
 
-        self.topology = mesh.topology
+        self.topology, self._broker_address = mesh.topology, mesh.address("broker")
+        self.admission, self._admitted_broker = admission or Admission({}), 0
         self.phase = Phase.IDLE
         """The one that was entered last."""
         self.trainer = EngineGroup("trainer", addresses("trainer"), trainer_service_pb2_grpc.TrainerServiceStub)
@@ -45,6 +48,8 @@ class Mesh:
                                      reference_service_pb2_grpc.ReferenceServiceStub)
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
                          for name, address in addresses("rollout").items()]
+        for group in self.groups:
+            group.admit = self.admission.admit
         self._session, self._planner = session, planner
         self._bound: dict[str, BindResult] = {}
         """What each rank has bound, by service name."""
@@ -98,7 +103,7 @@ class Mesh:
         """Every group that an iteration needs is there and holds the same model."""
         for group in self.used_groups(with_reference):
             await group.ensure_joined()
-        self.check_same_layout(self.used_groups(with_reference))
+        await self.check_fits(self.used_groups(with_reference))
 
     async def open_run(self, run: Run, timeout_s: float, with_reference: bool, restore: Checkpoint | None = None) -> None:
         """Starts a run: the trainer makes snapshot 0 from the model's checkpoint, or what `restore` holds, and the others open
@@ -117,6 +122,7 @@ class Mesh:
         await together(*(
             group.command(orders.open_run(run.config_json, attach=False), place)
             for group in self.used_groups(with_reference) if group is not self.trainer))
+        await self.admission.run_opened(run.name, self.trainer.ranks[0])
         await together(*(self._bind(group, run, timeout_s) for group in self.used_groups(with_reference)))
 
     async def _leave_former_run(self, place: Place) -> None:
@@ -139,7 +145,7 @@ class Mesh:
         if await group.ensure_joined():
             for rank in group.ranks:
                 self._bound.pop(rank.name, None)
-        self.check_same_layout([self.trainer, group])
+        await self.check_fits([self.trainer, group], run.name)
         if any(state.open_run != run.name for state in group.states):
             await self.attach(group, run, timeout_s)
             if group is self.trainer:
@@ -192,12 +198,14 @@ class Mesh:
         await group.ensure_joined()
         await self.quiesce([group], place, leave_snapshot=leave_snapshot)
 
-    def check_same_layout(self, groups: Sequence[EngineGroup]) -> None:
-        """Raises WrongState unless those that have joined hold one model."""
-        layouts = {state.layout_hash: state.role for group in groups for state in group.states}
-        if len(layouts) > 1:
-            raise WrongState(f"engines hold different models or layouts: {layouts}; give all the same [model] section",
-                             reason="LAYOUT_MISMATCH")
+    async def check_fits(self, groups: Sequence[EngineGroup], run: str = "") -> None:
+        """Raises WrongState, with what differs, unless those that have joined hold one model, and that of the run's slabs, and
+        the broker is of this coordinator's protocol and configuration."""
+        await self.admission.same_layout([rank for group in groups for rank in group.ranks], run)
+        generation = self._session.generation
+        if generation != self._admitted_broker:
+            await self.admission.admit_address("broker", self._broker_address)
+            self._admitted_broker = generation
 
     async def close(self) -> None:
         for group in self.groups:

@@ -51,6 +51,8 @@ class EngineGroup:
         self._sequence = 0
         self._must_rejoin = True
         self._broken_by: BaseException | None = None
+        self.admit: Callable[[Sequence[Rank]], Awaitable[None]] = _admit_all
+        """Told of ranks that have joined; raises WrongState for one that does not fit."""
 
     @property
     def name(self) -> str:
@@ -98,11 +100,16 @@ class EngineGroup:
                 break
         self._check(answers)
         self._remember(answers)
+        try:
+            await self.admit(self.ranks)
+        except BaseException:
+            # What was refused is no measure for others.
+            for rank in self.ranks:
+                rank.joined = None
+            raise
         self._sequence, self._must_rejoin = 0, False
 
     def _check(self, answers: Sequence[phase_service_pb2.JoinResponse]) -> None:
-        if len({answer.layout_hash for answer in answers}) > 1:
-            raise WrongState(f"ranks of {self.role} hold different models or layouts", reason="LAYOUT_MISMATCH")
         if self.role == "rollout":
             return
         for rank, answer in zip(self.ranks, answers):
@@ -208,6 +215,10 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in started]
+
+
+async def _admit_all(ranks: Sequence[Rank]) -> None:
+    """Of a group outside a mesh."""
 
 
 def _failures(ranks: Sequence[Rank], tasks: Sequence[asyncio.Task[Outcome]]) -> dict[Rank, RollplexError]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from grpc import aio
 
 from rollplex.coordinator.checkpoints import RunCheckpoints
+from rollplex.coordinator.compatibility import Admission
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.engine import Coordinator
 from rollplex.coordinator.intake import Intake
@@ -18,6 +19,7 @@ from rollplex.coordinator.recordings import Recordings
 from rollplex.coordinator.records import RewardRegistration
 from rollplex.coordinator.rewards import RewardBook
 from rollplex.coordinator.servicer import CoordinatorServicer
+from rollplex.core.compatibility import config_facts
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.shapes import read_shapes
 from rollplex.data.decoder import MediaDecoder
@@ -42,10 +44,10 @@ async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfi
     loop = asyncio.get_running_loop()
     session = await loop.run_in_executor(None, lambda: BrokerSession.connect(
         mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
-    journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite")
+    journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite", config.journal_full_wait_s)
     recordings = Recordings.open(journal, config.replay_journal)
     shapes = await loop.run_in_executor(None, read_shapes, model.checkpoint)
-    peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype))
+    peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype), Admission(config_facts(mesh, model)))
     decoder = MediaDecoder(config.decode_workers)
     await decoder.start()
     processor = await loop.run_in_executor(
@@ -86,7 +88,7 @@ async def main(mesh: MeshSection, model: ModelSection, config: CoordinatorConfig
         await register_builtin(coordinator, mesh, config)
 
     await serve("coordinator", mesh.address("coordinator"), add, drain_timeout_s=mesh.drain_timeout_s,
-                on_ready=ready, on_drain=close)
+                on_ready=ready, on_drain=close, subjects=config_facts(mesh, model))
 
 
 def serve_forever(mesh: MeshSection, model: ModelSection, config: CoordinatorConfig) -> None:

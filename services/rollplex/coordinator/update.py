@@ -13,7 +13,7 @@ from rollplex.coordinator import orders
 from rollplex.coordinator.peers import Place, together
 from rollplex.coordinator.records import Note, Run, RunState, UpdateRecord
 from rollplex.core.config import RunConfig
-from rollplex.core.errors import RollplexError
+from rollplex.core.errors import RollplexError, Unavailable
 from rollplex.core.learning_rate import learning_rate_factor
 from rollplex.core.phases import Phase, PhaseEvent
 from rollplex.core.work import GradientResult, UpdateOrder
@@ -72,7 +72,7 @@ async def _update(work: IterationWork, mini_batch: int, gradient: GradientResult
     work.update_begun = True
     try:
         await work.journal.begin_update(run.name, record)
-    except sqlite3.Error:
+    except (sqlite3.Error, Unavailable):
         work.update_begun = False
         raise
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 PREFIX_ROLES = ("trainer", "reference")
 GPU_ROLES = (*PREFIX_ROLES, "rollout")
 
+CONTROL = "nvidia-cuda-mps-control"
+"""Starts the daemon, and asks it."""
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 PRIORITY_VARIABLE = "CUDA_MPS_CLIENT_PRIORITY"
@@ -69,6 +71,13 @@ def environment(policy: Policy, role: str, *, pipe_directory: Path, prefix_sm_pe
 def without_mps_variables(variables: dict[str, str]) -> dict[str, str]:
     """An environment for a mesh to inherit: what the user's shell says about another daemon, or caps, is not for it."""
     return {name: value for name, value in variables.items() if not name.startswith("CUDA_MPS_")}
+
+
+def control_environment(variables: dict[str, str], pipe_directory: Path) -> dict[str, str]:
+    """Of the control command, as a daemon or to ask one: CUDA_VISIBLE_DEVICES would number the GPUs twice, once for the daemon,
+    then for its clients, who have it too."""
+    kept = {name: value for name, value in without_mps_variables(variables).items() if name != "CUDA_VISIBLE_DEVICES"}
+    return kept | {PIPE_VARIABLE: str(pipe_directory)}
 
 
 def green_sm_count(sm_count: int, percent: int) -> int:

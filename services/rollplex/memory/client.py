@@ -4,6 +4,9 @@ the API."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import itertools
 import logging
 import os
 import select
@@ -15,7 +18,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rollplex.core.errors import AlreadyExists, BadInput, NotFound, RollplexError, Unavailable
+from rollplex.core.errors import AlreadyExists, BadInput, NotFound, OutOfMemory, RollplexError, Unavailable
+from rollplex.core.ids import new_id
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
 from rollplex.core.residency import PlannedBytes
@@ -24,7 +28,7 @@ from rollplex.core.work import ResidencyEntry
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.handle_connection import HandleConnection
 from rollplex.memory.lease import SlabLease
-from rollplex.memory.slab import Ledger, LedgerRow, Slab, SnapshotInfo
+from rollplex.memory.slab import Ledger, LedgerRow, Slab, SnapshotInfo, table
 from rollplex.rpc.channel import sync_channel
 from rollplex.rpc.convert import from_proto, to_proto
 from rollplex.rpc.status import error_from_rpc
@@ -57,6 +61,8 @@ class BrokerSession:
         self._taken_up = False
         """The broker of this connection knows all that its predecessor knew of this process."""
         self._leases: dict[str, SlabLease] = {}
+        self._caller, self._phases = new_id("caller"), itertools.count(1)
+        """Of phases that are declared here: one that comes late is known by its number."""
         self._report: tuple[ResidencyEntry, ...] | None = None
         self._closed = False
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
@@ -79,36 +85,50 @@ class BrokerSession:
     def create(self, name: str, *, object_class: str, device: str = "host", size_bytes: int, run: str = "") -> Slab:
         """A new zero-filled slab in the broker's custody. Raises AlreadyExists, or OutOfMemory with the ledger's table."""
         driver = driver_of(device)
-        handle = driver.create(size_bytes, name)
-        try:
-            fd = driver.export(handle)
-            try:
-                return self.deposit(name, fd, object_class=object_class, device=device, run=run, size_bytes=size_bytes)
-            finally:
-                os.close(fd)
-        finally:
-            driver.release(handle)
+        with contextlib.ExitStack() as made:
+            def make() -> int:
+                try:
+                    handle = driver.create(size_bytes, name)
+                except OSError as error:
+                    if error.errno != errno.ENOMEM:
+                        raise
+                    raise OutOfMemory(
+                        f"{device} has no room for the {size_bytes:,} bytes of slab {name}, though the broker's budget has: "
+                        f"{error}. Something holds memory that the ledger does not count\n{table(self.ledger().rows)}",
+                        reason="OUT_OF_DEVICE_MEMORY", device=device, size_bytes=size_bytes) from error
+                made.callback(driver.release, handle)
+                fd = driver.export(handle)
+                made.callback(os.close, fd)
+                return fd
+
+            return self._deposit(pb.Slab(name=name, object_class=object_class, role=self.role, device=device,
+                                         size_bytes=size_bytes, run=run), functools.cache(make))
 
     def deposit(self, name: str, fd: int, *, object_class: str, device: str = "host", run: str = "",
                 size_bytes: int | None = None) -> Slab:
         """Gives memory made elsewhere into custody; `fd` stays the caller's: a memfd sealed against resizing, or what the CUDA
         driver exported, whose size must be said."""
         size = os.fstat(fd).st_size if size_bytes is None else size_bytes
-        slab = pb.Slab(name=name, object_class=object_class, role=self.role, device=device, size_bytes=size, run=run)
-        attempts = 0
+        return self._deposit(pb.Slab(name=name, object_class=object_class, role=self.role, device=device, size_bytes=size,
+                                     run=run), lambda: fd)
+
+    def _deposit(self, slab: pb.Slab, memory: Callable[[], int]) -> Slab:
+        """`memory` gives the descriptor; asked for once the broker has found room, so that it never takes what is not there."""
+        name, attempts = slab.name, 0
 
         def work(connection: HandleConnection) -> Slab:
             nonlocal attempts
             attempts += 1
             request = pb.CreateSlabRequest(session=connection.session, slab=slab)
             try:
-                return connection.deposit(self._rpc(self._stub.CreateSlab, request).deposit_ticket, fd)
+                ticket = self._rpc(self._stub.CreateSlab, request).deposit_ticket
+                return connection.deposit(ticket, memory())
             except AlreadyExists:
                 # A first attempt may have succeeded and its answer been lost with the connection.
                 kept = next((found for found in self.list_slabs(name) if found.name == name), None)
                 if kept is None and attempts > 1:
                     raise Unavailable(f"slab {name} is still on its way to the keeper") from None
-                if kept is None or attempts == 1 or not self._is_ours(kept, slab, fd):
+                if kept is None or attempts == 1 or not self._is_ours(kept, slab, memory()):
                     raise
                 return kept
 
@@ -185,8 +205,10 @@ class BrokerSession:
         """
         wire_phase = types_pb2.Phase.Value(f"PHASE_{phase.value.upper()}")
         needs = [to_proto(item, pb.PlannedBytes) for item in planned]
+        sequence = next(self._phases)
         answer = self._ask(self._stub.EnterPhase, lambda _: pb.EnterPhaseRequest(
-            run=run, iteration=iteration, phase=wire_phase, planned=needs, relaxed=relaxed))
+            run=run, iteration=iteration, phase=wire_phase, planned=needs, relaxed=relaxed, caller=self._caller,
+            sequence=sequence))
         return tuple(answer.violations)
 
     def report_residency(self, entries: Sequence[ResidencyEntry]) -> None:
@@ -202,7 +224,8 @@ class BrokerSession:
     def ledger(self, run: str = "") -> Ledger:
         answer = self._ask(self._stub.GetLedger, lambda _: pb.GetLedgerRequest(run=run))
         rows, peaks = ([from_proto(LedgerRow, row) for row in part] for part in (answer.rows, answer.peaks))
-        return Ledger(tuple(rows), tuple(peaks), answer.host_limit_bytes, answer.host_slab_bytes)
+        return Ledger(tuple(rows), tuple(peaks), answer.host_limit_bytes, answer.host_slab_bytes,
+                      dict(answer.counts))
 
     def close(self) -> None:
         """Says that nothing is mapped any more and ends the session with its leases. Idempotent."""

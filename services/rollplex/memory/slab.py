@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,13 @@ class Ledger:
     """Host bytes that slabs may take in all; 0: no limit."""
     host_slab_bytes: int
     """Host bytes in slabs now, announced ones included."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """`slabs`, `leases`, `sessions`, `former_sessions` and `tickets` that there are now, of all runs."""
+
+
+def table(rows: Iterable[LedgerRow]) -> str:
+    """The rows as text, a line each."""
+    lines = [f"{'object class':<20} {'role':<12} {'device':<8} {'in':<7} {'bytes':>16} {'slabs':>6}"]
+    lines += [f"{row.object_class:<20} {row.role:<12} {row.device:<8} {row.residency:<7} {row.size_bytes:>16,} "
+              f"{row.slab_count or '-':>6}" for row in rows]
+    return "\n".join(lines)

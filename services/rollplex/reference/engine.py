@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollplex.core import work
+from rollplex.core.compatibility import Facts, digest
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.phases import Phase
@@ -56,12 +57,12 @@ class ReferenceEngine:
     role = "reference"
 
     def __init__(self, session: BrokerSession, reader: PromptReader, model: VisionLanguageModel,
-                 weights: Weights, communicator: Communicator, layout_hash: str, *, suffix_tokens: int, device: str = "host",
+                 weights: Weights, communicator: Communicator, layout_facts: Facts, *, suffix_tokens: int, device: str = "host",
                  residency: str = "paged", prefix_stream: PrefixStream | None = None) -> None:
-        """`layout_hash` is that of the mesh's actor, which the reference does not map: it shows that all have one model.
+        """`layout_facts` are those of the mesh's actor, which the reference does not map: they show that all have one model.
         `device`: Topology.device_name of where it computes; the model is there. `residency`: ReferenceSection.weights."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
-        self.layout_hash = layout_hash
+        self.layout_facts, self.layout_hash = layout_facts, digest(layout_facts)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
         self._suffix_tokens, self._prefix_stream = suffix_tokens, prefix_stream

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from rollplex.core.compatibility import config_facts
 from rollplex.core.errors import BadInput
 from rollplex.core.topology import is_cuda
 from rollplex.data.processor import PromptProcessor
-from rollplex.engine import Communicator, PromptReader, layout_hash, use_device
+from rollplex.engine import Communicator, PromptReader, layout_facts, use_device
 from rollplex.engine.hbm_share import bound_allocator
 from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
@@ -52,7 +53,7 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
                                 device=str(computes_on))
-    return ReferenceEngine(session, reader, model, weights, communicator, layout_hash(model_config, actor),
+    return ReferenceEngine(session, reader, model, weights, communicator, layout_facts(model_config, actor),
                            device=device, residency=section.weights, suffix_tokens=section.suffix_tokens,
                            prefix_stream=open_prefix_stream(mesh, rank))
 
@@ -74,6 +75,6 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,
-                         drain_timeout_s=config.mesh.drain_timeout_s))
+                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model)))
     finally:
         destroy_tensor_parallel()

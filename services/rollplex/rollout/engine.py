@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from rollplex.core import work
+from rollplex.core.compatibility import Facts, digest
 from rollplex.core.config import AblationConfig, RunConfig
 from rollplex.core.errors import Aborted, BadInput, InternalError, WrongState
 from rollplex.core.ids import sample_seed
@@ -96,7 +97,7 @@ class Tally:
 class TokenEngine(Protocol):
     """What decodes: the `torch` engine, or vLLM. Owner thread only; tests/contract/rollout is its contract."""
 
-    layout_hash: str
+    layout_facts: Facts
 
     def open(self, run: str) -> None:
         """Chooses the run whose snapshots are bound, from the slabs of the engine's own devices."""
@@ -126,7 +127,8 @@ class RolloutEngine:
                  kv_pool_bytes: int = 0) -> None:
         """One process to the mesh, whatever ranks `tokens` has behind it. `copies`: for when it does not share the trainer's
         slabs. `kv_pool_bytes`: of a device, what `tokens` sets aside for keys and values; 0: what the samples need."""
-        self.layout_hash, self.tensor_parallel_size = tokens.layout_hash, tensor_parallel_size
+        self.layout_facts, self.tensor_parallel_size = tokens.layout_facts, tensor_parallel_size
+        self.layout_hash = digest(self.layout_facts)
         self.open_run_name, self.bound_snapshot = "", -1
         self._tokens, self._copies = tokens, copies
         self.kv_pool_bytes, self._ablation = kv_pool_bytes, AblationConfig()

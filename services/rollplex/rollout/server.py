@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from rollplex.core.compatibility import config_facts
 from rollplex.core.errors import BadInput
 from rollplex.core.topology import torch_device
 from rollplex.data.processor import PromptProcessor
@@ -117,4 +118,5 @@ def serve_forever(config: RolloutConfig, replica: int) -> None:
             init_tensor_parallel(0, 1)
         return build_engine(config, replica)
 
-    run(serve_engine(name, config.mesh.address(name), build, add_rollout, drain_timeout_s=config.mesh.drain_timeout_s))
+    run(serve_engine(name, config.mesh.address(name), build, add_rollout, drain_timeout_s=config.mesh.drain_timeout_s,
+                     config=config_facts(config.mesh, config.model)))

@@ -9,7 +9,7 @@ from rollplex.core import work
 from rollplex.core.errors import Aborted, DeadlineExceeded
 from rollplex.core.phases import Phase
 from rollplex.engine.device import device_errors
-from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.layout_hash import layout_facts
 from rollplex.engine.prompts import PromptReader
 from rollplex.model import ModelConfig, PromptInputs
 from rollplex.rollout.admission import admitted_count
@@ -23,7 +23,7 @@ class TorchEngine:
     """rollplex.rollout.engine.TokenEngine. It closes the replica."""
 
     def __init__(self, replica: Replica, reader: PromptReader, config: ModelConfig, *, max_rows: int) -> None:
-        self.layout_hash = layout_hash(config, replica.shard.layout)
+        self.layout_facts = layout_facts(config, replica.shard.layout)
         self._replica, self._config, self._reader, self._max_rows = replica, config, reader, max_rows
 
     def open(self, run: str) -> None:

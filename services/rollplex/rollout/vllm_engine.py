@@ -13,7 +13,7 @@ from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
 from rollplex.core.phases import Phase
 from rollplex.engine.device import device_errors
-from rollplex.engine.layout_hash import layout_hash
+from rollplex.engine.layout_hash import layout_facts
 from rollplex.engine.prompts import PromptReader
 from rollplex.memory.client import BrokerSession
 from rollplex.model import ActorLayout, ModelConfig
@@ -36,7 +36,7 @@ class VllmEngine:
                  replica: int) -> None:
         topology = config.mesh.topology
         layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
-        self.layout_hash = layout_hash(model, layout)
+        self.layout_facts = layout_facts(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
         self._sample_generators = config.rollout.vllm.sample_generators
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from grpc import aio
 
+from rollplex.core.compatibility import LAYOUT, Facts
 from rollplex.rpc.last_words import end_when_fatal
 from rollplex.rpc.phase_servicer import EngineHost, PhaseEngine, PhaseServicer
 from rollplex.rpc.server import RunningServer, serve, start_server
@@ -27,8 +28,9 @@ def add_engine(host: EngineHost, add_role: AddRole) -> Callable[[aio.Server], li
 
 
 async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine], add_role: AddRole, *,
-                       drain_timeout_s: float) -> None:
-    """Builds the engine on its owner thread, serves it until SIGTERM, then closes it there."""
+                       drain_timeout_s: float, config: Mapping[str, Facts]) -> None:
+    """Builds the engine on its owner thread, serves it until SIGTERM, then closes it there. `config`: what it was configured
+    with, of core.compatibility.config_facts."""
     owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner")
     loop = asyncio.get_running_loop()
     engine = await loop.run_in_executor(owner, build)
@@ -39,12 +41,13 @@ async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine]
         await loop.run_in_executor(owner, engine.close)
         owner.shutdown()
 
-    await serve(name, address, add_engine(host, add_role), drain_timeout_s=drain_timeout_s, on_drain=close)
+    await serve(name, address, add_engine(host, add_role), drain_timeout_s=drain_timeout_s, on_drain=close,
+                subjects={**config, LAYOUT: engine.layout_facts})
 
 
 async def start_engine(name: str, address: str, engine: PhaseEngine, add_role: AddRole) -> RunningServer:
     """An engine served inside this process, for tests and benchmarks. The caller drains it."""
     host = EngineHost(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner"))
-    running = await start_server(name, address, add_engine(host, add_role))
+    running = await start_server(name, address, add_engine(host, add_role), {LAYOUT: engine.layout_facts})
     await running.ready()
     return running

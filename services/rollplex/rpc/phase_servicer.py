@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -40,7 +40,10 @@ class PhaseEngine(Protocol):
     role: str
     rank: int
     tensor_parallel_size: int
+    layout_facts: Mapping[str, str]
+    """What must agree before pages are shared, by name."""
     layout_hash: str
+    """Digest of these."""
     open_run_name: str
     """Empty when no run is open."""
     bound_snapshot: int

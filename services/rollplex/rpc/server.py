@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import uvloop
@@ -15,11 +15,14 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rollplex.core.compatibility import Facts
 from rollplex.core.errors import BadInput, InternalError
 from rollplex.rpc.channel import OPTIONS, check_address
 from rollplex.rpc.credentials import server_side
+from rollplex.rpc.describe import DescribeServicer
 from rollplex.rpc.interceptors import Gate
 from rollplex.rpc.runtime_dir import prepare_runtime_dir
+from rollplex.v1 import describe_service_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +67,12 @@ def claim_unix_socket(path: Path) -> None:
                    reason="ADDRESS_IN_USE", address=path)
 
 
-async def start_server(name: str, address: str, add_servicers: AddServicers) -> RunningServer:
+async def start_server(name: str, address: str, add_servicers: AddServicers,
+                       subjects: Mapping[str, Facts] | None = None) -> RunningServer:
     """Binds and starts a server that answers UNAVAILABLE, and NOT_SERVING to health, until `ready`.
 
-    Raises BadInput for an address in use, and for TCP without TLS and token.
+    `subjects`: what the service says of itself beside its protos (`rpc.describe`). Raises BadInput for an address in use, and
+    for TCP without TLS and token.
     """
     credentials = server_side(check_address(address))
     if address.startswith("unix:"):
@@ -77,6 +82,7 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
     gate = Gate(None if credentials is None else credentials[1])
     server = aio.server(interceptors=[gate], options=[*OPTIONS, ("grpc.so_reuseport", 0)])
     names = add_servicers(server)
+    describe_service_pb2_grpc.add_DescribeServiceServicer_to_server(DescribeServicer(name, subjects or {}), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -98,6 +104,7 @@ async def start_server(name: str, address: str, add_servicers: AddServicers) -> 
 
 
 async def serve(name: str, address: str, add_servicers: AddServicers, *, drain_timeout_s: float = 10.0,
+                subjects: Mapping[str, Facts] | None = None,
                 on_ready: Callable[[], Awaitable[None]] | None = None,
                 on_drain: Callable[[], Awaitable[None]] | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains. `on_ready` runs before health says SERVING, `on_drain` last."""
@@ -105,7 +112,7 @@ async def serve(name: str, address: str, add_servicers: AddServicers, *, drain_t
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    running = await start_server(name, address, add_servicers)
+    running = await start_server(name, address, add_servicers, subjects)
     try:
         if on_ready is not None:
             await on_ready()

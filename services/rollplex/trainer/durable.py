@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from rollplex.core import checkpoints, work
-from rollplex.core.errors import Aborted, NotFound, RollplexError, WrongState, as_domain_error
+from rollplex.core.errors import Aborted, DeadlineExceeded, NotFound, RollplexError, WrongState, as_domain_error
 from rollplex.core.placement import ITEM_BYTES
 from rollplex.model import VisionLanguageModel
 from rollplex.model.checkpoint import copy_companions, disk_name, load_part, unpadded
@@ -29,6 +29,8 @@ from rollplex.trainer.whole_file import PIECE_BYTES, WholeFile
 
 WAIT_STEP_S = 0.2
 """Between two looks at whether a waiting command was aborted."""
+STOP_S = 60.0
+"""How long one piece of a checkpoint may take to be written when the writer is to end."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -81,11 +83,18 @@ class DurableCheckpoints:
             context.check()
 
     def stop(self) -> None:
-        """Ends a writer; it looks between pieces, so that this waits for one piece."""
+        """Ends a writer; it looks between pieces, so that this waits for one piece.
+
+        Raises DeadlineExceeded when a disk does not even take that: what the writer reads must stay mapped.
+        """
         if self._under_way is not None:
-            _, future, stopping = self._under_way
+            path, future, stopping = self._under_way
             stopping.set()
-            future.exception()
+            try:
+                future.exception(STOP_S)
+            except TimeoutError:
+                raise DeadlineExceeded(f"a write to {path} has not come back for {STOP_S:g} s; look at the disk there",
+                                       reason="CHECKPOINT_STUCK", path=path) from None
             self._under_way = None
 
     def restore(self, path: Path, actor: ActorSlabs, state: OptimizerState, optimizer_step: int, digest: str) -> int:

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from rollplex.core import work
+from rollplex.core.compatibility import digest
 from rollplex.core.config import RunConfig
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.ids import state_slab
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import is_cuda, torch_device
-from rollplex.engine import Communicator, PromptReader, device_errors, finish_work, layout_hash, release_cached
+from rollplex.engine import Communicator, PromptReader, device_errors, finish_work, layout_facts, release_cached
 from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.residency import ResidencyReport
 from rollplex.memory.arena import Arena
@@ -47,7 +48,8 @@ class TrainerEngine:
                  gradients: str = "host", check_hashes: bool = False, prefix_stream: PrefixStream | None = None) -> None:
         """`gradients`: where they lie, `hbm` or `host` (TrainerSection.gradients)."""
         self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
-        self.layout_hash = layout_hash(model.config, model.layout)
+        self.layout_facts = layout_facts(model.config, model.layout)
+        self.layout_hash = digest(self.layout_facts)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._actor = session, reader, model, actor
         self._checkpoint, self._check_hashes = checkpoint, check_hashes

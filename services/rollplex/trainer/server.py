@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rollplex.core.compatibility import config_facts
 from rollplex.core.errors import BadInput
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine import Communicator, PromptReader, use_device
@@ -62,6 +63,6 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
-                         drain_timeout_s=config.mesh.drain_timeout_s))
+                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model)))
     finally:
         destroy_tensor_parallel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from engine_rig import broker, connect
 
@@ -9,6 +11,8 @@ from rollplex.core.config import MeshSection
 from rollplex.core.errors import OutOfMemory
 from rollplex.core.phases import Phase
 from rollplex.core.residency import PlannedBytes
+from rollplex.memory import client
+from rollplex.memory.host_driver import HostDriver
 
 KIB = 1 << 10
 
@@ -39,3 +43,32 @@ def test_relaxed_classes_and_residency_cross_the_wire(session):
     assert session.enter_phase("r", 1, Phase.SUFFIX, relaxed=["optimizer_state"]) == ()
     rows = {(row.object_class, row.device): row.residency for row in session.ledger().rows}
     assert rows["optimizer_state", "host:1"] == "hbm" and rows["gradients", "host"] == "pinned"
+
+
+class Card(HostDriver):
+    """A device whose memory is full, whatever the broker's budget says."""
+
+    def __init__(self, full: bool):
+        self.full, self.made = full, 0
+
+    def create(self, size_bytes, name):
+        self.made += 1
+        if self.full:
+            raise OSError(errno.ENOMEM, "CUDA_ERROR_OUT_OF_MEMORY")
+        return super().create(size_bytes, name)
+
+
+def test_memory_is_made_once_the_broker_has_room_and_a_real_shortage_shows_the_table(session, monkeypatch):
+    session.create("held", object_class="actor_snapshot", device="host:2", size_bytes=KIB - 100)
+    card = Card(full=True)
+    monkeypatch.setattr(client, "driver_of", lambda device: card)
+    with pytest.raises(OutOfMemory, match="1,024 bytes of host:2"):
+        session.create("over", object_class="gradients", device="host:2", size_bytes=101)
+    assert card.made == 0
+    with pytest.raises(OutOfMemory, match=r"host:2 has no room for the 100 bytes of slab full.*\n.*object class") as caught:
+        session.create("full", object_class="gradients", device="host:2", size_bytes=100)
+    assert caught.value.reason == "OUT_OF_DEVICE_MEMORY" and "actor_snapshot" in str(caught.value)
+    card.full = False
+    session.create("room", object_class="gradients", size_bytes=100)
+    assert [slab.name for slab in session.list_slabs("room")] == ["room"]
+    assert session.ledger().counts["slabs"] == len(session.list_slabs())

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_coordinator import FakeCoordinator
 
-from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, Unavailable
+from rollplex.core.errors import BadInput, DeadlineExceeded, NotFound, Unavailable, WrongState
+from rollplex.v1 import types_pb2
 from rollplex_client.cli import mesh, programs
 from rollplex_client.cli.mesh import bring_up, stop_timeout_s, wait_until_serving
+from rollplex_client.cli.output import Output
 from rollplex_client.cli.programs import Program, service_config, supervisor_config, write_files
+from rollplex_client.cli.restart_command import restart
 from rollplex_client.cli.settings import Settings, merged, parse_settings
 from rollplex_client.cli.supervision import Supervisor, claimed, listener_pid
 
@@ -51,7 +57,7 @@ def small_mesh(settings, tmp_path, monkeypatch) -> Settings:
     names = {"broker": "fake_service_broker", "trainer-0": "fake_service_trainer"}
     for name, module in names.items():
         (tmp_path / f"{module}.py").write_text(SERVING.format(name=name))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     wanted = [Program(name, module, "broker") for name, module in names.items()]
     monkeypatch.setattr(programs, "CUSTODY", ("broker",))
     for module in (programs, mesh):
@@ -79,6 +85,76 @@ def test_up_restart_and_down(small_mesh):
         supervisor.shut_down(30.0)
     with pytest.raises(Unavailable, match="rollplex up"):
         supervisor.pid()
+
+
+OTHER = """
+import sys
+from rollplex.core.strict import read_toml
+from rollplex.rpc.server import run, serve
+directory = read_toml(__import__("pathlib").Path(sys.argv[2]))["mesh"]["runtime_dir"]
+run(serve("trainer-0", f"unix:{directory}/trainer-0.sock", lambda server: [], subjects={subjects}))
+"""
+
+
+class Updating(FakeCoordinator):
+    """In UPDATE until the test says otherwise."""
+
+    phase = types_pb2.PHASE_UPDATE
+
+    def GetMesh(self, request, context):
+        answer = super().GetMesh(request, context)
+        answer.phase = self.phase
+        return answer
+
+
+def restart_arguments(settings, **changes):
+    return argparse.Namespace(**{"config": None, "overrides": [], "runtime_dir": settings.mesh.runtime_dir,
+                                 "service": "trainer-0", "force": False, "timeout": 60.0, **changes})
+
+
+def test_edited_code_is_swapped_in_and_refused_with_what_differs(small_mesh, tmp_path):
+    code, output = tmp_path / "fake_service_trainer.py", Output(json=True, debug=False)
+    (tmp_path / "fake_service_broker.py").write_text(
+        OTHER.replace("{subjects}", "{'config.mesh': {'mesh.devices': 'host'}}").replace("trainer-0", "broker"))
+    supervisor = bring_up(small_mesh, timeout_s=60)
+    try:
+        code.write_text(OTHER.replace("{subjects}", "{'config.mesh': {'mesh.devices': 'cuda'}}"))
+        with pytest.raises(WrongState, match="mesh.devices: host in broker, cuda in trainer-0") as refused:
+            restart(restart_arguments(small_mesh), output)
+        assert refused.value.reason == "CONFIG_MISMATCH"
+        code.write_text(OTHER.replace("{subjects}", "{'protos': {'rollplex.v1.Slab.name': 'int32 = 1'}}"))
+        with pytest.raises(WrongState, match=r"rollplex.v1.Slab.name: string = 1 in broker, int32 = 1 in trainer-0|and \d+ more"):
+            restart(restart_arguments(small_mesh), output)
+        code.write_text(OTHER.replace("{subjects}", "{'config.mesh': {'mesh.devices': 'host'}}"))
+        restart(restart_arguments(small_mesh), output)
+        with pytest.raises(NotFound, match="trainer-0"):
+            restart(restart_arguments(small_mesh, service="trainer-9"), output)
+    finally:
+        supervisor.shut_down(30.0)
+
+
+def test_a_restart_waits_for_an_update_unless_forced(small_mesh):
+    output = Output(json=True, debug=False)
+    supervisor = bring_up(small_mesh, timeout_s=60)
+    coordinator = Updating(small_mesh.mesh.runtime_dir / "coordinator.sock")
+    try:
+        def pid():
+            return next(item.pid for item in supervisor.processes() if item.name == "trainer-0")
+
+        before = pid()
+        with pytest.raises(DeadlineExceeded, match="--force") as refused:
+            restart(restart_arguments(small_mesh, timeout=0.5), output)
+        assert (refused.value.reason, pid()) == ("UPDATE_RUNS", before)
+        threading.Timer(0.5, setattr, (coordinator, "phase", types_pb2.PHASE_IDLE)).start()
+        restart(restart_arguments(small_mesh), output)
+        between = pid()
+        assert between != before
+        coordinator.phase = types_pb2.PHASE_UPDATE
+        restart(restart_arguments(small_mesh, force=True), output)
+        assert pid() != between
+    finally:
+        coordinator.stop()
+        supervisor.shut_down(30.0)
 
 
 def test_a_service_that_ends_while_it_starts_is_named_with_its_log(small_mesh, monkeypatch, tmp_path):

@@ -436,6 +436,17 @@ async def test_after_the_grace_the_inherited_are_fenced(custody, clock, spawn):
     made.close()
 
 
+async def test_a_phase_that_was_declared_before_another_changes_nothing_when_it_comes_after_it(custody):
+    for number, phase in enumerate((Phase.OVERLAP, Phase.SUFFIX, Phase.UPDATE), 1):
+        custody.enter_phase("r", 0, phase, order=("coordinator", number))
+    assert custody.enter_phase("r", 0, Phase.SUFFIX, order=("coordinator", 2)) == ()
+    assert custody.ledger.phase is Phase.UPDATE
+    custody.enter_phase("r", 0, Phase.UPDATE, order=("coordinator", 3))
+    assert custody.ledger.phase is Phase.UPDATE
+    custody.enter_phase("r", 0, Phase.OVERLAP, order=("its successor", 1))
+    assert custody.ledger.phase is Phase.OVERLAP
+
+
 async def test_a_torn_snapshot_survives_a_restart(custody, clock):
     trainer, _ = connect(custody, "trainer-0")
     await actor(custody, trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,9 +35,15 @@ class Meter:
 
     def __init__(self, **used: int):
         self.used, self.total = used, 1000
+        self.strangers = 0
+        """Of what is used, bytes of a process that is none of the mesh's."""
 
     def used_bytes(self, device):
         return self.used.get(device.replace(":", "_"))
+
+    def process_bytes(self, device):
+        used = self.used_bytes(device)
+        return None if used is None else {os.getpid(): used - self.strangers, 1: self.strangers}
 
     def total_bytes(self, device):
         return self.total if device.startswith("cuda:") else None
@@ -183,6 +190,46 @@ def test_the_ledger_against_the_driver(rig):
     assert peaks == {"idle": 800, "overlap": 251, "suffix": 230, "update": 200}
 
 
+def test_what_a_stranger_takes_fails_nothing_and_is_logged(rig, caplog):
+    meter = Meter(cuda_0=300)
+    mesh = rig(slack=50, meter=meter)
+    mesh.report("actor_snapshot", 100, "cuda:0")
+
+    def iteration(number):
+        return [mesh.enter(phase, iteration=number) for phase in ORDER]
+
+    assert iteration(0) == [()] * 4
+    meter.used, meter.strangers = {"cuda_0": 800}, 500
+    assert iteration(1) == [()] * 4
+    assert "somebody else computes there" in caplog.text
+    meter.used = {"cuda_0": 860}
+    assert iteration(2)[1:] == [(
+        f"cuda:0 holds 760 bytes in phase {phase} that the ledger does not explain, 560 more than in the first iteration "
+        "(broker.unexplained_slack_gib)",) for phase in ("overlap", "suffix", "update")]
+
+
+def test_growth_of_nobody_that_the_driver_names_is_no_violation(rig):
+    meter = Meter(cuda_0=300)
+    meter.process_bytes = lambda device: None
+    mesh = rig(slack=50, meter=meter)
+    mesh.report("actor_snapshot", 100, "cuda:0")
+    for number in range(2):
+        assert [mesh.enter(phase, iteration=number) for phase in ORDER] == [()] * 4
+        meter.used = {"cuda_0": 900}
+
+
+async def test_the_driver_is_asked_off_the_loop():
+    asked = []
+    meter = Meter(cuda_0=300)
+    meter.used_bytes = lambda device: asked.append(threading.current_thread()) or 300
+    custody = Custody(NoVault(), host_limit_bytes=0, budget=HbmBudget(0, 0, meter))
+    session, _ = custody.hello("trainer-0", "trainer", os.getpid(), os.pidfd_open(os.getpid()), NoConnection())
+    custody.report(session.secret, (ResidencyEntry("boundary_trainer", "trainer", "cuda:0", "hbm", 10, 10),))
+    custody.enter_phase("r", 0, Phase.OVERLAP, readings=await custody.read_devices())
+    assert asked and threading.main_thread() not in asked
+    custody.close()
+
+
 def test_another_run_starts_anew(rig):
     meter = Meter(cuda_0=700)
     mesh = rig(slack=50, meter=meter)
@@ -218,6 +265,9 @@ class Nvml(SimpleNamespace):
     def nvmlDeviceGetHandleByUUID(self, name):
         return name
 
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=7, usedGpuMemory=5), SimpleNamespace(pid=8, usedGpuMemory=None)]
+
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(used=self.used[handle], total=500)
 
@@ -229,4 +279,5 @@ def test_nvml_counts_the_gpus_that_cuda_shows(visible, used, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     meter = NvmlMeter(Nvml(used={"gpu-0": 10, "gpu-1": 11, "gpu-2": 20, "GPU-7": 30}))
     assert (meter.used_bytes("cuda:0"), meter.total_bytes("cuda:0")) == (used, 500)
+    assert meter.process_bytes("cuda:0") == {7: 5} and meter.process_bytes("host:0") is None
     assert meter.used_bytes("host:0") is None and meter.used_bytes("cuda:9") is None

@@ -23,7 +23,7 @@ def test_the_client_loads_nothing_heavy():
 
 def test_the_commands_load_nothing_heavy():
     modules = ("mesh_commands", "train_command", "demo_command", "run_commands", "reward_commands", "config_command",
-               "logs_command", "layout_command", "plan_command")
+               "logs_command", "layout_command", "plan_command", "restart_command")
     loaded = loaded_after("\n".join(f"import rollplex_client.cli.{module}" for module in modules))
     assert not loaded.intersection(HEAVY)
 

@@ -197,18 +197,22 @@ class GetSnapshotResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., snapshot: _Optional[int] = ..., update_epoch: _Optional[int] = ..., slabs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EnterPhaseRequest(_message.Message):
-    __slots__ = ("run", "iteration", "phase", "planned", "relaxed")
+    __slots__ = ("run", "iteration", "phase", "planned", "relaxed", "caller", "sequence")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     RELAXED_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     run: str
     iteration: int
     phase: _types_pb2.Phase
     planned: _containers.RepeatedCompositeFieldContainer[PlannedBytes]
     relaxed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., planned: _Optional[_Iterable[_Union[PlannedBytes, _Mapping]]] = ..., relaxed: _Optional[_Iterable[str]] = ...) -> None: ...
+    caller: str
+    sequence: int
+    def __init__(self, run: _Optional[str] = ..., iteration: _Optional[int] = ..., phase: _Optional[_Union[_types_pb2.Phase, str]] = ..., planned: _Optional[_Iterable[_Union[PlannedBytes, _Mapping]]] = ..., relaxed: _Optional[_Iterable[str]] = ..., caller: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class PlannedBytes(_message.Message):
     __slots__ = ("object_class", "device", "size_bytes")
@@ -245,16 +249,25 @@ class GetLedgerRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class GetLedgerResponse(_message.Message):
-    __slots__ = ("rows", "peaks", "host_limit_bytes", "host_slab_bytes")
+    __slots__ = ("rows", "peaks", "host_limit_bytes", "host_slab_bytes", "counts")
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PEAKS_FIELD_NUMBER: _ClassVar[int]
     HOST_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[LedgerRow]
     peaks: _containers.RepeatedCompositeFieldContainer[LedgerRow]
     host_limit_bytes: int
     host_slab_bytes: int
-    def __init__(self, rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., peaks: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., host_limit_bytes: _Optional[int] = ..., host_slab_bytes: _Optional[int] = ...) -> None: ...
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, rows: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., peaks: _Optional[_Iterable[_Union[LedgerRow, _Mapping]]] = ..., host_limit_bytes: _Optional[int] = ..., host_slab_bytes: _Optional[int] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class LedgerRow(_message.Message):
     __slots__ = ("object_class", "role", "device", "phase", "size_bytes", "slab_count", "residency")
