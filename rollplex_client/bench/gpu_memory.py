@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rollplex.core.visible_gpus import nvml_handle
+
 PERIOD_S = 0.02
 
 
@@ -55,8 +57,8 @@ def _reader(gpus: int) -> Callable[[], int] | None:
         return None
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(gpus)]
+        handles = [nvml_handle(pynvml, index) for index in range(gpus)]
         _ = pynvml.nvmlDeviceGetMemoryInfo(handles[0]).used
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, IndexError):
         return None
     return lambda: sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)

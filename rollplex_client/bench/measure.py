@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollplex.core.model_work import GroupWork, tokens_of
+from rollplex_client.bench.arms import Arm
 from rollplex_client.bench.job import Job
 from rollplex_client.bench.run_arm import ArmRun
 from rollplex_client.history import IterationRecord
@@ -23,16 +24,18 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
     step_s = [record.metrics["timing_s/step"] for record in records]
     names = sorted({name for record in records for name in record.metrics if name.startswith(TIMING_PREFIX)})
     return {
-        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": run.arm.gpus, "start_s": run.start_s,
+        "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": run.arm.gpus,
+        "train_tp": run.arm.train_tp, "rollout_tp": run.arm.rollout_tp, "replicas": run.arm.topology.replica_count,
+        "start_s": run.start_s,
         "first_step_s": run.history.iterations[0].metrics["timing_s/step"], "steps_s": step_s,
         "step_s": statistics.median(step_s), "walls_s": run.wall_s, "wall_s": statistics.median(run.wall_s),
         "phase_s": {name.removeprefix(TIMING_PREFIX): _median(records, name) for name in names},
         "throughput": throughput(works, step_s, job.samples),
         "mfu": mfu(job, works, step_s, hardware, run.arm.gpus),
-        "rollout": rollout_distance(job, works, [record.metrics["timing_s/gen"] for record in records], hardware),
-        "decode": decode_distance(job, works, records, hardware),
+        "rollout": rollout_distance(job, works, [record.metrics["timing_s/gen"] for record in records], hardware, run.arm),
+        "decode": decode_distance(job, works, records, hardware, run.arm.rollout_tp),
         "prefix": {role: prefix_distance(job, works, [record.metrics.get(f"timing_s/prefix_{role}") for record in records],
-                                         hardware) for role in ("trainer", "reference")},
+                                         hardware, run.arm.train_tp) for role in ("trainer", "reference")},
         "hbm_peak_bytes": ledger_peaks(run.history.peaks), "gpu_memory": {
             "before_bytes": run.memory.before_bytes, "peak_bytes": run.memory.peak_bytes},
         "metrics": [dict(sorted(record.metrics.items())) for record in run.history.iterations],
@@ -72,9 +75,9 @@ def mfu(job: Job, works: Sequence[Sequence[GroupWork]], step_s: Sequence[float],
 
 
 def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], records: Sequence[IterationRecord],
-                    hardware: Mapping[str, Any]) -> dict[str, Any]:
+                    hardware: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Time of the engine's decode steps over the time that their bytes need: weights in every step, and keys and values of each
-    sample's context, or of the prompt once a group (`shared`).
+    sample's context, or of the prompt once a group (`shared`). Of the replica that decoded longest, on each of its `tp` GPUs.
 
     Steps that also have prompt tokens are no decode steps, so of all keys and values only the share counts that the decode
     steps' samples read: they as a part of all tokens that are decoded.
@@ -91,6 +94,7 @@ def decode_distance(job: Job, works: Sequence[Sequence[GroupWork]], records: Seq
                       + min(1.0, count * rows / max(1, _decoded(work)))
                       * job.model.kv_read_bytes(work, job.item_bytes, shared=shared)
                       for work, count, rows in zip(works, steps, batch, strict=True)]
+        bytes_read = [size / tp for size in bytes_read]
         result[f"{name}_bytes"] = statistics.median(bytes_read)
         for source in ("stated", "measured"):
             bandwidth = hardware[f"{source}_bandwidth"]
@@ -108,26 +112,31 @@ def _per(value: float, count: float) -> float:
     return value / count if count else 0.0
 
 
-def rollout_distance(job: Job, works: Sequence[Sequence[GroupWork]], rollout_s: Sequence[float], hardware: Mapping[str, Any]
-                     ) -> dict[str, float | None]:
+def rollout_distance(job: Job, works: Sequence[Sequence[GroupWork]], rollout_s: Sequence[float], hardware: Mapping[str, Any],
+                     arm: Arm) -> dict[str, float | None]:
     """Whole rollout over the FLOPs of its prompts, computed once a group, and then the bytes of its decoding, every sample
-    reading its own context. Unlike `decode_distance` it does not depend on where an engine draws the line between the two."""
+    reading its own context. Unlike `decode_distance` it does not depend on where an engine draws the line between the two.
+
+    Replicas share prompts, keys and values evenly, but each reads all weights, for as many steps as the longest response has.
+    """
+    replicas, tp = arm.topology.replica_count, arm.rollout_tp
     result: dict[str, float | None] = {"measured_s": statistics.median(rollout_s)}
     for source in ("stated", "measured"):
         flops, bandwidth = hardware[f"{source}_flops"], hardware[f"{source}_bandwidth"]
         result[f"distance_{source}"] = None if not flops or not bandwidth else statistics.median(
-            seconds / (sum(job.model.prefix(group.prompt) + job.model.head for group in work) / flops
-                       + job.model.decode_bytes(work, job.item_bytes, shared=False) / bandwidth)
+            seconds / (sum(job.model.prefix(group.prompt) + job.model.head for group in work) / flops / replicas / tp
+                       + job.model.decode_bytes(work, job.item_bytes, shared=False, replicas=replicas) / bandwidth / tp)
             for work, seconds in zip(works, rollout_s, strict=True))
     return result
 
 
 def prefix_distance(job: Job, works: Sequence[Sequence[GroupWork]], prefix_s: Sequence[float | None],
-                    hardware: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """FLOP/s of a role's prefixes, vision included, and how far that is from the peak; None where there were none."""
+                    hardware: Mapping[str, Any], tp: int) -> dict[str, float | None] | None:
+    """FLOP/s of a role's prefixes on each of its `tp` GPUs, vision included, and how far that is from the peak; None where
+    there were none. Every rank computes the whole tower, of which one counts."""
     if not prefix_s or None in prefix_s:
         return None
-    rates = [sum(job.model.prefix(group.prompt) for group in work) / seconds
+    rates = [sum(job.model.prefix(group.prompt) for group in work) / seconds / tp
              for work, seconds in zip(works, prefix_s, strict=True)]
     rate = statistics.median(rates)
     return {"measured_s": statistics.median(prefix_s), "flops_per_s": rate,
@@ -153,13 +162,12 @@ def ledger_peaks(peaks: Sequence[LedgerEntry]) -> dict[str, dict[str, int]]:
 
 
 def equation_rows(runs: Sequence[ArmRun]) -> dict[str, dict[str, float]]:
-    """Arm -> the paper's equation 1 for it, from the serial arm of the same go; empty without one."""
-    serial = next((run for run in runs if run.arm.schedule == "serial"), None)
-    if serial is None:
-        return {}
+    """Arm -> the paper's equation 1 for it, from the serial arm of the same go and degrees; empty without one."""
     rows = {}
     for run in runs:
-        if run.arm.schedule == "overlap":
+        serial = next((other for other in runs if other.arm.schedule == "serial"
+                       and other.arm.topology == run.arm.topology), None)
+        if run.arm.schedule == "overlap" and serial is not None:
             compared = compare_overlap(serial.history.iterations[FIRST_MEASURED:], run.history.iterations[FIRST_MEASURED:])
             if compared is not None:
                 rows[str(run.arm)] = compared.plain() | {"speedup": compared.serial_s / compared.measured_s}

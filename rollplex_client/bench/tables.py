@@ -20,11 +20,15 @@ def main_rows(result: dict[str, Any]) -> Iterator[Row]:
     """What arms and TRL have in common."""
     columns = [*result["arms"], *([result["trl"]] if result["trl"] else [])]
     serial = next((arm for arm in result["arms"] if arm["schedule"] == "serial"), None)
+    apart = next((arm for arm in result["arms"] if arm["schedule"] == "disaggregated"), None)
+    yield "GPUs", [str(column.get("gpus", 1)) for column in columns]
     yield "step, seconds", [_number(column["step_s"], 3) for column in columns]
     yield "  with the next one's media read meanwhile (wall)", [_number(column.get("wall_s"), 3) for column in columns]
     yield "  of it rollout", [_number(column["rollout"]["measured_s"], 3) for column in columns]
     if serial:
-        yield "  speedup over serial", [_number(serial["step_s"] / column["step_s"], 3) for column in columns]
+        yield f"  speedup over {serial['arm']}", [_number(serial["step_s"] / column["step_s"], 3) for column in columns]
+    if apart:
+        yield f"  speedup over {apart['arm']}", [_number(apart["step_s"] / column["step_s"], 3) for column in columns]
     if result["trl"]:
         slower = result["trl"]["slower_than"]
         yield "  TRL's step over it (wall)", [_number(slower.get(column.get("arm")), 2) for column in columns]
@@ -78,12 +82,17 @@ def equation_table(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def memory_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """By device and class, from the broker's ledger."""
-    keys = dict.fromkeys((device, name) for arm in result["arms"] for device, classes in arm["hbm_peak_bytes"].items()
-                         for name in classes)
-    for device, name in sorted(keys, key=lambda key: (key[0], key[1] == "all", key[1])):
-        text = "largest phase, all classes" if name == "all" else name
-        yield f"{device}: {text}", [_size(arm["hbm_peak_bytes"].get(device, {}).get(name)) for arm in result["arms"]]
+    """By device and class, from the broker's ledger; devices of which all is alike are one row."""
+    peaks = [arm["hbm_peak_bytes"] for arm in result["arms"]]
+    alike: dict[str, list[str]] = {}
+    for device in sorted({device for of_arm in peaks for device in of_arm}):
+        alike.setdefault(repr([sorted(of_arm.get(device, {}).items()) for of_arm in peaks]), []).append(device)
+    for devices in alike.values():
+        names = {name for of_arm in peaks for name in of_arm.get(devices[0], {})}
+        label = ", ".join([devices[0], *(device.rpartition(":")[2] for device in devices[1:])])
+        for name in sorted(names, key=lambda name: (name == "all", name)):
+            text = "largest phase, all classes" if name == "all" else name
+            yield f"{label}: {text}", [_size(of_arm.get(devices[0], {}).get(name)) for of_arm in peaks]
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-SHAPES = ("tiny", "3b", "7b")
+SHAPES = ("tiny", "tiny8", "3b", "7b", "32b")
 ARMS = "serial,overlap@mps-default,overlap@mps-priority"
 
 
@@ -16,7 +16,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     job = bench.add_argument_group("the job", "random weights, real videos, response lengths drawn from the samples' seeds: "
                                    "the same in every arm")
     model = job.add_mutually_exclusive_group()
-    model.add_argument("--shape", choices=SHAPES, default="3b", help="Qwen2.5-VL of that size (default 3b)")
+    model.add_argument("--shape", choices=SHAPES, default="3b", help="Qwen2.5-VL of that size (default 3b); tiny8: "
+                       "eight heads, for eight ranks")
     model.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint that is there, instead")
     _number(job, "--prompt-tokens", 4096, "of a prompt, media included; the true number is reported")
     _number(job, "--groups", 16, "prompts of an iteration")
@@ -27,12 +28,19 @@ def add_bench(add) -> argparse.ArgumentParser:
     _number(job, "--kl-coef", 0.0, "above 0, a reference model works too", float)
     _number(job, "--seed", 0, "of weights, videos, lengths and samples")
     how = bench.add_argument_group("how it is measured")
-    how.add_argument("--arms", default=None, metavar="A,B", help="schedule[@policy], one mesh after the other (default "
-                     f"{ARMS}; on a CPU serial,overlap). Schedules: serial, overlap, disaggregated. Policies: time-slice, "
-                     "mps-default, mps-priority, thread-cap, sm-affinity, green-context")
+    how.add_argument("--arms", default=None, metavar="A,B", help="schedule[@policy][:TRAINxROLLOUT], one mesh after the other "
+                     f"(default {ARMS}; on a CPU serial,overlap). Schedules: serial, overlap, disaggregated. Policies: "
+                     "time-slice, mps-default, mps-priority, thread-cap, sm-affinity, green-context")
+    _number(how, "--train-tp", 1, "tensor-parallel ranks of trainer and reference, a GPU each, of an arm that names none")
+    _number(how, "--rollout-tp", 1, "of a rollout replica; it divides --train-tp, and the quotient is the number of replicas")
+    _number(how, "--gpus", 0, "of every arm: others are refused, and disaggregated trains on half of them; 0: as degrees need")
+    how.add_argument("--hbm-gib", type=float, default=None, metavar="N", help="of each GPU, what all roles together may take: a "
+                     "budget that the broker keeps, and that classes are placed by (default: the whole GPU)")
+    how.add_argument("--host-gib", type=float, default=None, metavar="N", help="host memory that slabs may take (default: seven "
+                     "eighths of the container's limit or the machine's memory, which may grow as it is used)")
     how.add_argument("--vs", choices=("trl",), help="afterwards, the same job with TRL's GRPOTrainer")
-    _number(how, "--trl-batch", 8, "samples of TRL's micro-batch")
-    _number(how, "--trl-vllm-share", 0.35, "of the GPU's memory for TRL's vLLM", float)
+    _number(how, "--trl-batch", 4, "samples of TRL's micro-batch")
+    _number(how, "--trl-vllm-share", 0.25, "of the GPU's memory for TRL's vLLM", float)
     how.add_argument("--trl-vllm", type=_options, default={}, metavar="JSON", help="further arguments of TRL's vllm.LLM, as "
                      '{"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}, which starts in less time')
     how.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries every step, with no claim to speed")

@@ -35,7 +35,8 @@ DEFAULT_HBM_BYTES = 1 << 40
 
 def bench(arguments: argparse.Namespace, output: Output) -> int:
     """Exit status 1 when an arm or TRL failed; what the others measured is written all the same."""
-    arms = parse_arms(arguments.arms or (ARMS if arguments.device == "cuda" else CPU_ARMS), arguments.device)
+    arms = parse_arms(arguments.arms or (ARMS if arguments.device == "cuda" else CPU_ARMS), arguments.device,
+                      train_tp=arguments.train_tp, rollout_tp=arguments.rollout_tp, gpus=arguments.gpus)
     check_numbers(arguments)
     hardware = probe_hardware(arguments.device)
     check_gpus(arms, arguments.device, hardware["gpus"])
@@ -78,7 +79,7 @@ def _run_arms(job: Job, arms: list[Arm], arguments: argparse.Namespace, hardware
     runs: list[ArmRun] = []
 
     def one(arm: Arm) -> None:
-        run = _run_one(job, arm, arguments, hardware, output)
+        run = _run_one(job, arms, arm, arguments, hardware, output)
         check_same_job([*runs[:1], run])
         runs.append(run)
         result["arms"].append(arm_result(job, run, hardware))
@@ -91,10 +92,12 @@ def _run_arms(job: Job, arms: list[Arm], arguments: argparse.Namespace, hardware
     return runs
 
 
-def _run_one(job: Job, arm: Arm, arguments: argparse.Namespace, hardware: dict[str, Any], output: Output) -> ArmRun:
+def _run_one(job: Job, arms: list[Arm], arm: Arm, arguments: argparse.Namespace, hardware: dict[str, Any], output: Output
+             ) -> ArmRun:
     # A mesh of its own: a policy is a property of its processes. Sockets' paths must be short, --out's may not be.
     folder = arguments.runtime_dir or Path(tempfile.mkdtemp(prefix="rpb-"))
-    settings = arm_settings(job, arm, folder / arm.run_name, arguments, hardware.get("hbm_bytes", DEFAULT_HBM_BYTES))
+    hbm_bytes = hardware.get("hbm_bytes", DEFAULT_HBM_BYTES)
+    settings = arm_settings(job, arms, arm, folder / arm.run_name, arguments, hbm_bytes)
     logs = arguments.out / "logs" / str(arm)
     try:
         with health_display(output) as on_health:

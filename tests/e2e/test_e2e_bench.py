@@ -51,6 +51,21 @@ def test_arms_do_one_job_and_are_set_against_bounds_and_equation_1(cli):
     assert (cli.folder / "out" / "logs" / "overlap@time-slice" / "coordinator.log").is_file()
 
 
+@pytest.mark.ranks
+def test_arms_of_two_devices_each(cli):
+    """Two replicas, one of two ranks, and one side on each device: the same prompts, lengths and rewards."""
+    result = cli("bench", *SMALL, "--gpus", 2, "--train-tp", 2, "--kl-coef", 0.04, "--arms", "overlap,overlap:2x2,disaggregated",
+                 "--work", "data", "--out", "out").result
+    assert result["failed"] == []
+    assert [(arm["arm"], arm["gpus"], arm["replicas"]) for arm in result["arms"]] == [
+        ("overlap@time-slice:2x1", 2, 2), ("overlap@time-slice:2x2", 2, 1), ("disaggregated@time-slice", 2, 1)]
+    for arm in result["arms"]:
+        assert all(arm["hbm_peak_bytes"][device]["actor_snapshot"] > 0 for device in ("host:0", "host:1"))
+        assert arm["metrics"][1]["rollplex/prompts_hash"] == result["arms"][0]["metrics"][1]["rollplex/prompts_hash"]
+    copied = [arm["metrics"][1].get("rollplex/copy/bytes", 0) for arm in result["arms"]]
+    assert copied[:2] == [0, 0] and copied[2] > 0
+
+
 def test_trl_does_the_same_job(cli):
     """Without arms' meshes: one that cannot come up is a failure of its own, and TRL is measured all the same."""
     done = cli("bench", *SMALL, "--vs", "trl", "--trl-batch", 2, "--work", "data", "--out", "out", "--arms", "serial", "--set",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from runs import BASE, actor_mappings, iterate, mixed, new_run, weights_of
+from runs import BASE, actor_mappings, distance, iterate, mixed, new_run, weights_of
 
 from rollplex.core.errors import WrongState
 
@@ -34,14 +33,6 @@ def replay(client, run, **changes):
     with pytest.raises(WrongState, match="all of them are replayed"):
         client.replay_iteration(name)
     return name
-
-
-def distance(found, expected, start):
-    """||dA - dB|| / ||dA|| over all parameters."""
-    difference = sum(float(np.square(found[name].astype("f8") - expected[name]).sum()) for name in start)
-    moved = sum(float(np.square(expected[name].astype("f8") - start[name]).sum()) for name in start)
-    assert moved > 0
-    return (difference / moved) ** 0.5
 
 
 def check_one_actor_a_device(mesh, client):

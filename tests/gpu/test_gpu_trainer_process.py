@@ -53,7 +53,7 @@ def trainer(mesh, run: str, devices: str, folder: Path) -> Iterator[tuple[Traine
     whole = TrainerConfig(model=ModelSection(checkpoint=mesh.checkpoint), mesh=mesh.section, trainer=section)
     file.write_text(to_toml(to_plain(whole)))
     process = subprocess.Popen([sys.executable, "-m", "rollplex.trainer", "--config", str(file), "--set",
-                                f"mesh.devices={devices}"])
+                                f"mesh.devices={devices}", "--set", "mesh.sharing=time-slice"])
     try:
         client = TrainerClient(mesh.section.address("trainer-0"), mesh.session, run, devices=devices)
         client.command_s = client.watch_s = 300.0

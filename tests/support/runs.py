@@ -6,6 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 from safetensors.numpy import load_file
 
 from rollplex_client import Media, Prompt
@@ -32,6 +33,14 @@ def weights_of(client, run, directory: Path):
     for file in sorted(directory.glob("*.safetensors")):
         weights.update(load_file(file))
     return weights
+
+
+def distance(found, expected, start):
+    """||dA - dB|| / ||dA|| over all parameters."""
+    difference = sum(float(np.square(found[name].astype("f8") - expected[name]).sum()) for name in start)
+    moved = sum(float(np.square(expected[name].astype("f8") - start[name]).sum()) for name in start)
+    assert moved > 0
+    return (difference / moved) ** 0.5
 
 
 def mixed(prompts, image):

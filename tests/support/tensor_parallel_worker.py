@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tiny_qwen import Bound, bind_model, exact_float64, make_groups, make_prompt, two_stage_loss
 
 from rollplex.model import (
@@ -53,8 +54,22 @@ def decode(bound: Bound) -> torch.Tensor:
     return torch.cat(logits)
 
 
+def refuse_strided(name: str) -> None:
+    """As NCCL does, or should: gloo takes any dense tensor, NCCL moves bytes in order."""
+    original = getattr(dist, name)
+
+    def call(*args, **kwargs):
+        for tensor in (item for part in args[:2] for item in (part if isinstance(part, list) else [part])):
+            assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous(), f"{name} of strides {tensor.stride()}"
+        return original(*args, **kwargs)
+
+    setattr(dist, name, call)
+
+
 def main(folder: str, rank: int, size: int, checkpoints: list[str]) -> None:
     torch.set_num_threads(1)
+    for name in ("all_reduce", "all_gather", "gather", "broadcast"):
+        refuse_strided(name)
     exact_float64(setattr)
     init_tensor_parallel(rank, size, store=f"file://{folder}/store", timeout_s=60)
     bounds = [bind_model(Path(checkpoint), torch.float64, tp=size, rank=rank) for checkpoint in checkpoints]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainer_rig import TrainerClient, respond
+from trainer_rig import TrainerClient, config, respond
 
 from rollplex.core import work
 from rollplex.core.config import RunConfig
@@ -43,7 +43,11 @@ class TrainerRanks:
         for rank in self.processes:
             if rank not in self.clients:
                 address = self.config.mesh.address(f"trainer-{rank}")
-                self.clients[rank] = TrainerClient(address, self.session, self.run, rank)
+                client = TrainerClient(address, self.session, self.run, rank, devices=self.config.mesh.devices)
+                if self.config.mesh.devices == "cuda":
+                    # A GPU's first command compiles.
+                    client.command_s = client.watch_s = 300.0
+                self.clients[rank] = client
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
@@ -56,7 +60,7 @@ class TrainerRanks:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
-            process.wait(30)
+            process.wait(60)
 
     def each(self, call: Callable[[TrainerClient], Any]) -> list[Any]:
         """What `call` gives for every rank, all at once."""
@@ -127,6 +131,17 @@ def trainer_ranks(config: TrainerConfig, session: BrokerSession, run: str, folde
         yield ranks
     finally:
         ranks.stop()
+
+
+def three_updates(group: TrainerRanks, prompts) -> tuple[dict, dict, list[float]]:
+    """The actor before and after, and the gradient norms."""
+    group.open(config())
+    before, norms = group.actor(0), []
+    for snapshot in range(3):
+        measured = group.iterate(prompts, snapshot)
+        assert len({result.grad_norm for result in measured}) == 1
+        norms.append(measured[0].grad_norm)
+    return before, group.actor(3), norms
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:

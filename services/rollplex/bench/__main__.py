@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPES = ("tiny", "3b", "7b")
+SHAPES = ("tiny", "tiny8", "3b", "7b", "32b")
 
 
 def main() -> None:

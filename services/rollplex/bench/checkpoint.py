@@ -25,8 +25,7 @@ ensure_torchvision()  # before transformers' model code is imported
 from safetensors.torch import save_file  # noqa: E402
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  # noqa: E402
 
-PUBLISHED = {"3b": "Qwen2.5-VL-3B", "7b": "Qwen2.5-VL-7B"}
-SHAPES = ("tiny", *PUBLISHED)
+PUBLISHED = {"3b": "Qwen2.5-VL-3B", "7b": "Qwen2.5-VL-7B", "32b": "Qwen2.5-VL-32B"}
 TINY: dict[str, Any] = {
     "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384,
@@ -38,6 +37,10 @@ TINY: dict[str, Any] = {
                       "in_channels": 3, "out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112,
                       "fullatt_block_indexes": [1], "tokens_per_second": 2, "temporal_patch_size": 2}}
 """For a CPU, to try a benchmark's every step."""
+SMALL = {"tiny": TINY, "tiny8": TINY | {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
+                                        "vision_config": TINY["vision_config"] | {"out_hidden_size": 128}}}
+"""The second for up to eight ranks."""
+SHAPES = (*SMALL, *PUBLISHED)
 SHARD_BYTES = 2 << 30
 WRITERS = 4
 LARGEST_FRAME_TOKENS = 2048
@@ -46,9 +49,9 @@ RESIDUAL = ("o_proj.weight", "down_proj.weight", "attn.proj.weight")
 
 
 def raw_config(shape: str) -> dict[str, Any]:
-    """config.json of a published shape, or of the tiny one."""
-    if shape == "tiny":
-        return TINY
+    """config.json of a published shape, or of a small one."""
+    if shape in SMALL:
+        return SMALL[shape]
     # A path, since rollplex.model would import what no benchmark's data needs.
     folder = Path(rollplex.core.__file__).parents[1] / "model" / "published"
     raw = json.loads((folder / f"{PUBLISHED[shape]}.json").read_text())

@@ -26,6 +26,8 @@ ensure_torchvision()  # before transformers' model code is imported
 
 from datasets import Dataset  # noqa: E402
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback  # noqa: E402
+from transformers.image_utils import make_flat_list_of_images  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
@@ -41,7 +43,10 @@ SETTINGS = {
     "detokenize": "off in vLLM, where it costs more than decoding; TRL decodes by itself",
     "importance_sampling": "vllm_importance_sampling_correction off: it costs a forward pass that Rollplex does not make",
     "vision_attention": "variable-length flash attention in the tower, where transformers without flash-attn loops over windows",
-    "attention": "sdpa in the decoder", "optimizer": "adamw_torch_fused on a GPU", "gradient_checkpointing": "on"}
+    "attention": "sdpa in the decoder, causal and without a mask, so by flash kernels: prompts are equally long, nothing is "
+                 "padded on the left, and what is padded on the right is read by nobody",
+    "processor": "every image once a batch: TRL hands the processor a group's images for each of its samples, twice",
+    "optimizer": "adamw_torch_fused on a GPU", "gradient_checkpointing": "on"}
 
 
 TOWER_ATTENTION = "bench_flash_windows"
@@ -64,12 +69,49 @@ def _tower_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     return window_attention(*each, Windows(offsets, int(max_length_q)), scaling)[None], None
 
 
+DECODER_ATTENTION = "bench_causal"
+"""transformers makes no mask for an implementation that it does not know."""
+
+
+def use_causal_attention(model: torch.nn.Module) -> None:
+    """The decoder's attention by flash kernels, which take no mask. For prompts of one length: see SETTINGS."""
+    AttentionInterface.register(DECODER_ATTENTION, _causal_attention)
+    model.model.language_model.config._attn_implementation = DECODER_ATTENTION
+
+
+def _causal_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
+    # The keywords are packed positions and the like, of which sdpa has no use.
+    return sdpa_attention_forward(module, query, key, value, None, dropout=options["dropout"], scaling=options["scaling"])
+
+
+class EachImageOnce:
+    """transformers' image processor, working on each image of a call once, however often it is in there."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, images: Any, **options: Any) -> Any:
+        flat = make_flat_list_of_images(images)
+        different = list({id(image): image for image in flat}.values())
+        place = {id(image): index for index, image in enumerate(different)}
+        done = self._inner(different, **options)
+        order = [place[id(image)] for image in flat]
+        grids = torch.as_tensor(done["image_grid_thw"])
+        parts = torch.as_tensor(done["pixel_values"]).split(grids.prod(-1).tolist())
+        done["pixel_values"], done["image_grid_thw"] = torch.cat([parts[index] for index in order]), grids[order]
+        return done
+
+
 class Clock(TrainerCallback):
     """Seconds of every optimizer step, generation and media included."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_step: Callable[[], None]) -> None:
         self.steps_s: list[float] = []
-        self._last_s = 0.0
+        self._last_s, self._on_step = 0.0, on_step
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._last_s = self._now_s()
@@ -77,7 +119,8 @@ class Clock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         now_s = self._now_s()
         self.steps_s.append(now_s - self._last_s)
-        self._last_s = now_s
+        self._on_step()
+        self._last_s = self._now_s()
 
     @staticmethod
     def _now_s() -> float:
@@ -147,7 +190,7 @@ def make_config(job: dict[str, Any]) -> GRPOConfig:
         learning_rate=job["learning_rate"], lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch", bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=True,
         shuffle_dataset=False, seed=job["seed"], report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
-        log_multimodal=False, model_init_kwargs={"attn_implementation": "sdpa"}, **vllm)
+        log_multimodal=False, model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"}, **vllm)
 
 
 def checked_reward(job: dict[str, Any], trainer_of: Callable[[], GRPOTrainer]) -> Callable[..., list[float]]:
@@ -171,12 +214,25 @@ class Rollout:
         self.generate_s: list[float] = []
         self.prompt_tokens: list[int] = []
         self._job, self._trainer = job, trainer
+        self._wrap(trainer, "_get_per_token_logps_and_entropies", self._with_images)
         if job["device"] == "cuda":
             self._wrap(trainer.vllm_generation.llm, "generate", self._vllm)
             self._time(trainer.vllm_generation)
         else:
             self._wrap(trainer.model, "generate", self._transformers)
             self._time(trainer.model)
+
+    @staticmethod
+    def _with_images(inner: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        """TRL goes on without any image where tokens and images do not match, and says nothing."""
+        if inputs.get("pixel_values") is None:
+            raise RuntimeError("TRL has dropped the images: the prompts' image tokens are not those of the images")
+        return inner(*args, **inputs)
+
+    def _note_prompts(self, counts: list[int]) -> None:
+        self.prompt_tokens += counts
+        if len(set(self.prompt_tokens)) > 1:
+            raise RuntimeError(f"prompts of {sorted(set(self.prompt_tokens))} tokens; attention without a mask needs one length")
 
     def _lengths(self) -> list[int]:
         return [length for row in self._job["lengths"][self._trainer.state.global_step] for length in row]
@@ -207,12 +263,12 @@ class Rollout:
             each.append(sampling_params.clone())
             each[-1].max_tokens = length
         outputs = inner(prompts, sampling_params=each, **options)
-        self.prompt_tokens += [len(output.prompt_token_ids) for output in outputs]
+        self._note_prompts([len(output.prompt_token_ids) for output in outputs])
         return outputs
 
     def _transformers(self, inner: Callable[..., Any], **inputs: Any) -> Any:
         prompt_tokens = inputs["input_ids"].shape[1]
-        self.prompt_tokens += inputs["attention_mask"].sum(1).tolist()
+        self._note_prompts(inputs["attention_mask"].sum(1).tolist())
         forced = ForcedLengths(self._lengths(), prompt_tokens, self._trainer.eos_token_ids)
         return inner(**inputs, logits_processor=LogitsProcessorList([forced]))
 
@@ -223,9 +279,11 @@ def collapsed(token_ids: Sequence[int], placeholder: int) -> list[int]:
             if token != placeholder or index == 0 or token_ids[index - 1] != placeholder]
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any], keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+    """`keep` gets what is known after every step: a time limit may end this process."""
     torch.set_num_threads(job.get("threads") or torch.get_num_threads())
-    clock, holder, config = Clock(), [], make_config(job)
+    holder, config = [], make_config(job)
+    clock = Clock(lambda: keep(known()))
     if job["vllm_options"]:
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, **job["vllm_options"])
     trainer = GRPOTrainer(model=job["checkpoint"], reward_funcs=checked_reward(job, lambda: holder[0]), args=config,
@@ -233,23 +291,34 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     holder.append(trainer)
     for model in filter(None, (trainer.model, trainer.ref_model)):
         use_tower_attention(model)
+        use_causal_attention(model)
+    trainer.processing_class.image_processor = EachImageOnce(trainer.processing_class.image_processor)
     rollout = Rollout(job, trainer)
+
+    def known() -> dict[str, Any]:
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return {"steps_s": clock.steps_s, "generate_s": rollout.generate_s, "prompt_tokens": sorted(set(rollout.prompt_tokens)),
+                "torch_peak_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
+                "settings": SETTINGS, "vllm_options": job["vllm_options"], "micro_batch": config.per_device_train_batch_size,
+                "weights_dtype": str(next(trainer.model.parameters()).dtype),
+                "grad_norms": [entry["grad_norm"] for entry in logged], "rewards": [entry["reward"] for entry in logged],
+                "config": json.loads(config.to_json_string())}
+
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"steps_s": clock.steps_s, "generate_s": rollout.generate_s, "prompt_tokens": sorted(set(rollout.prompt_tokens)),
-            "torch_peak_bytes": peak, "settings": SETTINGS, "vllm_options": job["vllm_options"],
-            "micro_batch": config.per_device_train_batch_size, "weights_dtype": str(next(trainer.model.parameters()).dtype),
-            "grad_norms": [entry["grad_norm"] for entry in logged], "rewards": [entry["reward"] for entry in logged],
-            "config": json.loads(config.to_json_string())}
+    return known()
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    result = run(job)
-    Path(job["answer"]).write_text(json.dumps(result) + "\n")
+
+    def keep(result: dict[str, Any]) -> None:
+        new = Path(job["answer"]).with_suffix(".new")
+        new.write_text(json.dumps(result) + "\n")
+        new.replace(job["answer"])
+
+    keep(run(job, keep))
 
 
 if __name__ == "__main__":

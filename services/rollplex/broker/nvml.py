@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from rollplex.broker.hbm import DeviceMeter, NoMeter
 from rollplex.core.topology import is_cuda
+from rollplex.core.visible_gpus import nvml_handle
 
 log = logging.getLogger(__name__)
 
@@ -15,10 +15,9 @@ log = logging.getLogger(__name__)
 class NvmlMeter:
     """A DeviceMeter. "cuda:N" is the N-th of the GPUs that CUDA_VISIBLE_DEVICES leaves to the mesh's processes."""
 
-    def __init__(self, library: Any, visible: str | None) -> None:
-        """`library`: pynvml, initialised. `visible`: CUDA_VISIBLE_DEVICES; None: all GPUs, in the bus's order."""
+    def __init__(self, library: Any) -> None:
+        """`library`: pynvml, initialised."""
         self._library = library
-        self._visible = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
         self._handles: dict[str, Any] = {}
 
     def used_bytes(self, device: str) -> int | None:
@@ -46,19 +45,11 @@ class NvmlMeter:
             return None
         try:
             if device not in self._handles:
-                self._handles[device] = self._handle(int(device.removeprefix("cuda:")))
+                self._handles[device] = nvml_handle(self._library, int(device.removeprefix("cuda:")))
             return self._library.nvmlDeviceGetMemoryInfo(self._handles[device])
         except (self._library.NVMLError, IndexError) as error:
             log.warning("NVML does not tell the memory of %s: %s", device, error)
             return None
-
-    def _handle(self, ordinal: int) -> Any:
-        if self._visible is None:
-            return self._library.nvmlDeviceGetHandleByIndex(ordinal)
-        name = self._visible[ordinal]
-        if name.isdecimal():
-            return self._library.nvmlDeviceGetHandleByIndex(int(name))
-        return self._library.nvmlDeviceGetHandleByUUID(name)
 
 
 def device_meter() -> DeviceMeter:
@@ -73,4 +64,4 @@ def device_meter() -> DeviceMeter:
     except pynvml.NVMLError as error:
         log.warning("NVML cannot be asked (%s): GPUs' memory is not held against the ledger", error)
         return NoMeter()
-    return NvmlMeter(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return NvmlMeter(pynvml)

@@ -99,10 +99,10 @@ class ModelWork:
             total += scored * (prefix * (1 if shared else len(group.lengths)) + responses)
         return total
 
-    def kv_token_bytes(self, item_bytes: int) -> int:
-        """Keys and values of one token, all layers: 2 L K d items."""
+    def kv_token_bytes(self, item_bytes: int, tp: int = 1) -> int:
+        """Keys and values of one token, all layers: 2 L K d items; on one of `tp` ranks, which have a head at least."""
         shapes = self.shapes
-        return 2 * shapes.layer_count * shapes.kv_head_count * shapes.head_size * item_bytes
+        return 2 * shapes.layer_count * max(1, shapes.kv_head_count // tp) * shapes.head_size * item_bytes
 
     def decode_weight_bytes(self, item_bytes: int) -> int:
         """Read in every token step: the layers' matrices and the head. Rows of the embedding are not worth counting."""
@@ -119,10 +119,12 @@ class ModelWork:
             tokens += group.prompt.tokens * (max(own, default=0) if shared else sum(own))
         return tokens * self.kv_token_bytes(item_bytes)
 
-    def decode_bytes(self, groups: Sequence[GroupWork], item_bytes: int, *, shared: bool) -> int:
-        """What decoding must read when all samples decode at once: weights in every step, and keys and values."""
+    def decode_bytes(self, groups: Sequence[GroupWork], item_bytes: int, *, shared: bool, replicas: int = 1) -> int:
+        """What decoding must read when all samples decode at once: weights in every step, and keys and values; of these one of
+        `replicas` reads its part."""
         steps = max((length for group in groups for length in group.lengths), default=1) - 1
-        return steps * self.decode_weight_bytes(item_bytes) + self.kv_read_bytes(groups, item_bytes, shared=shared)
+        keys_values = self.kv_read_bytes(groups, item_bytes, shared=shared) // replicas
+        return steps * self.decode_weight_bytes(item_bytes) + keys_values
 
 
 def tokens_of(groups: Sequence[GroupWork]) -> tuple[int, int]:

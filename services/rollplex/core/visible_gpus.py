@@ -7,7 +7,8 @@ process sees, and replica 1 of q does not sit on the first ones. The choice is i
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 from rollplex.core.errors import BadInput
 
@@ -40,3 +41,15 @@ def visible_ordinal(gpu: int, environment: MutableMapping[str, str] = os.environ
         raise BadInput(f"GPU {gpu} of the mesh is not among those that this process sees: {chosen}", reason="GPU_NOT_VISIBLE",
                        gpu=gpu)
     return numbers.index(gpu)
+
+
+def nvml_handle(library: Any, ordinal: int, environment: Mapping[str, str] = os.environ) -> Any:
+    """NVML's handle of a process's GPU: NVML numbers all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES leaves of them.
+
+    `library`: pynvml, initialised; its errors pass. Raises IndexError for a GPU that the variable does not show.
+    """
+    shown = environment.get(CUDA)
+    if shown is None:
+        return library.nvmlDeviceGetHandleByIndex(ordinal)
+    name = [part.strip() for part in shown.split(",") if part.strip()][ordinal]
+    return library.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else library.nvmlDeviceGetHandleByUUID(name)

@@ -24,6 +24,9 @@ PILLOW_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyErro
 SEEK_WORTH_FRAMES = 48
 """A gap shorter than this is decoded through rather than sought over."""
 
+_LENIENT = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+"""A title that is no UTF-8 makes no video unreadable; PyAV 19 knows no other way."""
+
 Image.MAX_IMAGE_PIXELS = None  # Sizes are checked against the request's own limit instead.
 
 
@@ -171,7 +174,7 @@ class _Video:
     def _open(self) -> tuple[Any, VideoStream]:
         os.lseek(self.fd, 0, os.SEEK_SET)
         options = {"fd": str(self.fd), "protocol_whitelist": "fd", "format_whitelist": VIDEO_FORMATS}
-        container = av.open("fd:", options=options, metadata_errors="replace")
+        container = av.open("fd:", options=options, **_LENIENT)
         stream = container.streams.best("video")
         # A stream of a codec that nobody knows has no context.
         if stream is None or stream.codec_context is None:

@@ -1,7 +1,8 @@
 """A role's tensor-parallel communicator: made for one epoch, broken by the first failure, made again for the next.
 
 A rank that dies, fails or falls behind ends the command of every other one with an error that names it and the phase: a dead
-process closes its sockets, a failing one leaves the group, and every collective has a deadline.
+process closes its sockets, a failing one leaves the group, and every collective has a deadline. On a GPU, where nobody hears a
+socket close, `PeerWatch` sees both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from rollplex.core.errors import Aborted, DeadlineExceeded, RollplexError, Unavailable, as_domain_error
 from rollplex.core.phases import Phase
 from rollplex.engine.meeting import Meeting, meet
+from rollplex.engine.peer_watch import PeerWatch
 from rollplex.model import destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
+from rollplex.model.parallel import group_error
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Communicator:
         self._meeting: Meeting | None = None
         self._pidfds: dict[int, int] = {}
         """Of the other ranks' processes, by rank."""
+        self._watch: PeerWatch | None = None
         self._unusable: RollplexError | None = Unavailable(f"{role} rank {rank} has not joined an epoch",
                                                            reason="NO_COMMUNICATOR")
 
@@ -63,10 +67,12 @@ class Communicator:
                                  go_on=lambda: self._still_wanted(epoch))
             self._pidfds = {found.rank: os.pidfd_open(found.pid) for found in self._meeting.attendances
                             if found.rank != self.rank}
-            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device,
+            init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device, asks_errors=True,
                                  store=dist.FileStore(str(self._meeting.folder / "store"), self.size))
-        except (RollplexError, RuntimeError, OSError) as error:
-            self._leave(Unavailable(f"{self.role} rank {self.rank} could not join epoch {epoch}: {error}",
+            self._watch_peers(self._meeting)
+        except Exception as error:  # noqa: BLE001 - nobody waits for this call; the first command that needs the group says why
+            what = str(error) if isinstance(error, RollplexError) else f"{type(error).__name__}: {error}"
+            self._leave(Unavailable(f"{self.role} rank {self.rank} could not join epoch {epoch}: {what}",
                                     reason="NO_COMMUNICATOR", epoch=epoch))
             log.warning("%s", self._unusable)
             return
@@ -92,6 +98,7 @@ class Communicator:
         self._meeting.note("at", self.rank, f"{self._commands} {where}")
         try:
             yield
+            self._raise_if_broken()
         except Exception as error:
             failure = self._blamed(error, phase, where) if is_collective(error) else as_domain_error(error)
             self.fail(failure, where)
@@ -127,12 +134,25 @@ class Communicator:
         if self.size > 1:
             self._leave(Unavailable(f"{self.role} rank {self.rank} is ending", reason="NO_COMMUNICATOR"))
 
+    def _watch_peers(self, meeting: Meeting) -> None:
+        if torch.device(self._device).type == "cuda":
+            self._watch = PeerWatch(self._pidfds, lambda rank: meeting.read("left", rank), tensor_parallel_group().abort)
+
     def _still_wanted(self, epoch: int) -> None:
         if self._announced != epoch:
             raise Aborted(f"epoch {self._announced} was announced meanwhile", reason="STALE_EPOCH")
 
+    def _raise_if_broken(self) -> None:
+        """Collectives that were aborted leave garbage behind and no error."""
+        lost = self._watch is not None and self._watch.lost
+        if what := "a rank was lost" if lost else group_error():
+            raise dist.DistError(f"collectives were aborted: {what}")
+
     def _leave(self, why: RollplexError) -> None:
         self._unusable = why
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         destroy_tensor_parallel()
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])

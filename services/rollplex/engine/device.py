@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rollplex.core.errors import BadInput, InternalError, OutOfMemory
+from rollplex.core.errors import BadInput, InternalError, OutOfMemory, RollplexError
 from rollplex.core.phases import Phase
 from rollplex.core.topology import torch_device
 
@@ -64,10 +64,25 @@ def device_errors(phase: Phase, command: str, device: str) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY", **about) from None
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
+    except RollplexError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY",
+                              **about) from error
+        if not isinstance(error, torch.AcceleratorError) and not _lost(device):
             raise
-        raise OutOfMemory(f"{device} has no memory left in {where}: {error}", reason="OUT_OF_DEVICE_MEMORY", **about) from error
-    except torch.AcceleratorError as error:
         raise InternalError(f"{device} failed in {where}: {error}; this process must be replaced", reason="DEVICE_FAULT",
                             **about) from error
+
+
+def _lost(device: str) -> bool:
+    """Whether CUDA refuses everything: libraries say in words of their own that a launch failed."""
+    where = torch.device(torch_device(device))
+    if where.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize(where)
+    except RuntimeError:
+        return True
+    return False

@@ -31,8 +31,8 @@ class PromptReader:
         values; nothing that is read here waits for it."""
         self._session = session
         self._processor, self._config = processor, model_config
-        self._device = torch.device(device)
-        on_gpu = self._device.type == "cuda"
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
         self._pixels = DevicePatches(processor, self._upload).pixels if on_gpu else processor.pixels
 
     def read(self, group: work.PreparedGroup) -> PromptInputs:
@@ -44,10 +44,10 @@ class PromptReader:
         with naming_group(group):
             inputs = self._inputs(group)
         check_prompt_hash(group, inputs.hash())
-        return inputs.to(self._device)
+        return inputs.to(self.device)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self._device)
+        return to_device(torch.from_numpy(array), self.device)
 
     def _inputs(self, group: work.PreparedGroup) -> PromptInputs:
         tokens = np.frombuffer(group.token_ids, dtype=np.int64).copy()

@@ -1,7 +1,8 @@
 """The CUDA driver: virtual memory management of one GPU through cuda-bindings.
 
 A slab is one allocation (cuMemCreate), so it is mapped by one call whatever its size. Memory is made on this driver's GPU and
-may be used from the process's current one too (peer access), which is how a training rank writes its peers' slabs.
+may be used from the process's current one too (peer access), which is how a training rank writes its peers' slabs. Where the
+current one does not reach it, torch copies by way of the host, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -141,8 +142,10 @@ class CudaDriver:
             self._extents[reservation.address][offset_bytes] = size_bytes
 
     def _allow(self, address: int, size_bytes: int, *, writable: bool) -> None:
-        """This GPU, and the process's current one if that is another, may read, and write if `writable`."""
-        ordinals = {self._ordinal, torch.cuda.current_device()}
+        """This GPU, and the process's current one if that is another that reaches it, may read, and write if `writable`."""
+        current = torch.cuda.current_device()
+        reaches = current == self._ordinal or torch.cuda.can_device_access_peer(current, self._ordinal)
+        ordinals = {self._ordinal, *([current] if reaches else ())}
         if not writable and self.read_only_mappings:
             try:
                 _set_access(address, size_bytes, ordinals, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
@@ -158,8 +161,10 @@ class CudaDriver:
         """CUDA leaves new memory undefined."""
         window = self.reserve(handle.size_bytes)
         try:
-            self.map(window, handle, writable=True)
-            _call(cu.cuMemsetD8, window.address, 0, window.size_bytes)
+            # By the GPU that the memory is on: another one need not reach it.
+            with torch.cuda.device(self._ordinal):
+                self.map(window, handle, writable=True)
+                _call(cu.cuMemsetD8, window.address, 0, window.size_bytes)
         finally:
             self.free(window)
 

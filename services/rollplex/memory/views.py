@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from rollplex.core.errors import InternalError
 from rollplex.core.placement import ITEM_BYTES, Placement
 from rollplex.core.topology import is_host, torch_device
 from rollplex.memory.driver import Driver, Reservation
@@ -32,7 +33,12 @@ def base_tensor(address: int, size_bytes: int, device: str = "host") -> torch.Te
     if is_host(device):
         window = (ctypes.c_char * size_bytes).from_address(address)
         return torch.frombuffer(window, dtype=torch.uint8)
-    return torch.as_tensor(_CudaArray(address, size_bytes), device=torch_device(device))
+    tensor = torch.as_tensor(_CudaArray(address, size_bytes), device=torch_device(device))
+    if tensor.data_ptr() != address:
+        # torch copies what it takes for another device's memory, and writes would go nowhere.
+        raise InternalError(f"torch does not take address {address:#x} for memory of {device}", reason="NOT_ALIASED",
+                            device=device)
+    return tensor
 
 
 def tensor(base: torch.Tensor, placement: Placement) -> torch.Tensor:

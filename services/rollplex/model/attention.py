@@ -17,6 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from rollplex.memory.transfer import to_device
 from rollplex.model.suffix_blocks import TILE, ordered, suffix_tiles
 
+_ONE_KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Fewer than 128 queries would go to a kernel for decoding, which is not there for all dtypes, head counts and lengths."""
+
 
 def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor) -> torch.Tensor:
     """-> [T, H, d]"""
@@ -48,7 +51,7 @@ def suffix_attention(
     """-> [T, H, d]"""
     if isinstance(mask, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SKd, v_SKd))
-        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=_ONE_KERNEL)[0].transpose(0, 1)
     return _grouped(q_THd, k_SKd, v_SKd, attn_mask=mask)
 
 
@@ -79,7 +82,6 @@ def block_mask(boundary_tokens: int, sample_index_T: torch.Tensor, lengths: Sequ
     return BlockMask.from_kv_blocks(
         *listed, BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(count, boundary_tokens + count)
     )
-
 
 
 @cache

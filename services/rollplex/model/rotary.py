@@ -40,9 +40,17 @@ def _paired(angles_Tc: torch.Tensor, dtype: torch.dtype) -> Rope:
     return cos_T1d, sin_T1d
 
 
-@fused_on_cuda
-def _rotate(x_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x_TAd * cos + x_TAd.roll(x_TAd.shape[-1] // 2, dims=-1) * sin
+
+
+_rotate = fused_on_cuda(_rotated)
+
+
+@fused_on_cuda
+def _rotate_both(q_TAd: torch.Tensor, k_TAd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rotated(q_TAd, cos, sin), _rotated(k_TAd, cos, sin)
 
 
 def rotate(x_TAd: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -50,12 +58,27 @@ def rotate(x_TAd: torch.Tensor, rope: Rope) -> torch.Tensor:
     return _rotate(x_TAd, *rope)
 
 
-@fused_on_cuda
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rotate_both(q_TAd: torch.Tensor, k_TAd: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, as `rotate` each."""
+    return _rotate_both(q_TAd, k_TAd, *rope)
+
+
+def _normed(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Statistics in at least float32; the weight multiplies in the input's dtype, as the published model does."""
     wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_D * normed.to(x_TD.dtype)
+
+
+rms_norm = fused_on_cuda(_normed)
+
+
+@fused_on_cuda
+def add_and_norm(x_TD: torch.Tensor, more_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum, and its rms_norm."""
+    x_TD = x_TD + more_TD
+    return x_TD, _normed(x_TD, weight_D, eps)
 
 
 class RMSNorm(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 from rollplex.memory.transfer import to_device
 from rollplex.model.fused import fused_on_cuda, silu_gate
-from rollplex.model.rotary import rms_norm
+from rollplex.model.rotary import add_and_norm, rms_norm
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [S, d]."""
@@ -48,17 +48,14 @@ class VisionBlock:
     def __call__(self, x_SW: torch.Tensor, *, windows: Windows, rope: Rope) -> torch.Tensor:
         """[S, W] -> [S, W]"""
         block = self._module
-        x_SW = x_SW + _attention(block.attn, _norm(block.norm1, x_SW), windows, rope)
-        return x_SW + _gated_mlp(block.mlp, _norm(block.norm2, x_SW))
+        attended_SW = _attention(block.attn, rms_norm(x_SW, block.norm1.weight, block.norm1.variance_epsilon), windows, rope)
+        x_SW, normed_SW = add_and_norm(x_SW, attended_SW, block.norm2.weight, block.norm2.variance_epsilon)
+        return x_SW + _gated_mlp(block.mlp, normed_SW)
 
 
 def embed_patches(embedding: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """[S, C*T*p*p] -> [S, W]. The published convolution's stride is its kernel: it is a matrix."""
     return F.linear(pixels, embedding.proj.weight.flatten(1))
-
-
-def _norm(norm: nn.Module, x_SW: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x_SW, norm.weight, norm.variance_epsilon)
 
 
 def _attention(attention: nn.Module, x_SW: torch.Tensor, windows: Windows, rope: Rope) -> torch.Tensor:

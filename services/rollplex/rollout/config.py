@@ -27,6 +27,12 @@ class VllmSection:
     """Share of a GPU's memory that must be free when vLLM starts, a check of its own; kv_cache_gib sizes what it takes."""
     enforce_eager: bool = False
     """No CUDA graphs. On a CPU there are none."""
+    sample_generators: bool = True
+    """Every sample draws from a generator of its own seed. false: all from one, which is faster on a GPU: a launch a step for all
+    samples, not for each; the same seeds then give other samples when others are decoded beside them. Deterministic runs
+    have their generators whatever this says."""
+    custom_all_reduce: bool = True
+    """Above one rank, vLLM's own all-reduce kernels where GPUs reach each other; otherwise, or without, NCCL's."""
 
     def __post_init__(self) -> None:
         if not self.kv_cache_gib > 0:

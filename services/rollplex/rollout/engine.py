@@ -138,6 +138,9 @@ class RolloutEngine:
     def open_run(self, context: work.WorkContext, run: str, snapshot: int, config: RunConfig, attach: bool
                  ) -> work.OpenRunResult:
         """Chooses the run's actor slab; nothing is mapped before `bind_snapshot`."""
+        if self._ablation.rollout_resident:
+            # Of the former run's: this one may not have them.
+            self._tokens.release_kv()
         self._leave()
         place = run
         if self._copies is not None:

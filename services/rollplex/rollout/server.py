@@ -76,8 +76,11 @@ def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, process
     torch.set_num_threads(config.rollout.threads)
     session = _connect(config, process_name(replica, 0))
     try:
-        reader = PromptReader(session, processor, model)
-        return VllmEngine(session, reader, processor, model, config, replica), session
+        topology = config.mesh.topology
+        # With several ranks vLLM computes in processes of its own, and this one has no context on a GPU.
+        alone = topology.rollout_tp == 1
+        device = torch_device(topology.device_name(topology.replica_devices(replica)[0])) if alone else "cpu"
+        return VllmEngine(session, PromptReader(session, processor, model, device), model, config, replica), session
     except BaseException:
         session.close()
         raise

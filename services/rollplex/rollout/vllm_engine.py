@@ -6,12 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from vllm import EngineArgs
 
 from rollplex.core import work
 from rollplex.core.errors import Aborted, BadInput, DeadlineExceeded, InternalError
 from rollplex.core.phases import Phase
-from rollplex.data.processor import PromptProcessor
 from rollplex.engine.device import device_errors
 from rollplex.engine.layout_hash import layout_facts
 from rollplex.engine.prompts import PromptReader
@@ -32,17 +32,18 @@ log = logging.getLogger(__name__)
 class VllmEngine:
     """rollplex.rollout.engine.TokenEngine. It takes over the session, which is for media; workers lease the actor themselves."""
 
-    def __init__(self, session: BrokerSession, reader: PromptReader, processor: PromptProcessor, model: ModelConfig,
-                 config: RolloutConfig, replica: int) -> None:
+    def __init__(self, session: BrokerSession, reader: PromptReader, model: ModelConfig, config: RolloutConfig,
+                 replica: int) -> None:
         topology = config.mesh.topology
         layout = ActorLayout.build(model, topology.rollout_tp, config.model.dtype, topology.train_tp)
         self.layout_facts = layout_facts(model, layout)
         self._session, self._model, self._max_rows = session, model, config.rollout.max_rows
+        self._sample_generators = config.rollout.vllm.sample_generators
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
         self._step_tokens = step_tokens(config, self._max_tokens, on_gpu=vllm_internals.on_gpu())
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
                                 config.mesh.collective_timeout_s)
-        self._prompts = VllmPrompts(reader, processor, model)
+        self._prompts = VllmPrompts(reader, model, getattr(torch, config.model.dtype))
         self._run, self._device = "", topology.device_name(topology.replica_devices(replica)[0])
         self._start()
 
@@ -85,7 +86,8 @@ class VllmEngine:
         self._session.close()
 
     def _generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids)
+        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids,
+                        sample_generators=self._sample_generators)
         self._check_lengths(groups, sampling)
         waiting = deque(groups)
         self._back_kv()
@@ -171,6 +173,7 @@ def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineA
     source = vllm_loader.SlabSource(
         config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
         config.model.dtype, topology.train_tp, tuple(map(topology.device_name, topology.replica_devices(replica))))
-    return EngineArgs(**engine_options(config, max_tokens, on_gpu=vllm_internals.on_gpu()), load_format=vllm_loader.LOAD_FORMAT,
+    return EngineArgs(**engine_options(config, max_tokens, on_gpu=vllm_internals.on_gpu()), **vllm_internals.pixels_as_given(),
+                      load_format=vllm_loader.LOAD_FORMAT,
                       model_loader_extra_config=source.as_config(),
                       worker_extension_cls="rollplex.rollout.vllm_worker.ActorWorker")

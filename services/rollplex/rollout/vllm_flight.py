@@ -41,8 +41,8 @@ class Flight:
     _numbers = itertools.count()
 
     def __init__(self, engine: LLMEngine, sampling: work.Sampling, stop_token_ids: Sequence[int],
-                 forbidden_token_ids: Sequence[int]) -> None:
-        """Raises BadInput for a sampling that vLLM would change."""
+                 forbidden_token_ids: Sequence[int], *, sample_generators: bool = True) -> None:
+        """`sample_generators`: VllmSection's. Raises BadInput for a sampling that vLLM would change."""
         check_sampling(sampling)
         if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
             raise BadInput(f"temperature is {sampling.temperature}; vLLM samples at {LEAST_TEMPERATURE} or above",
@@ -52,6 +52,7 @@ class Flight:
         # End tokens do not end a sample whose length is prescribed.
         self._stops = [] if self._lengths else list(stop_token_ids)
         self._forbidden = {token: -math.inf for token in forbidden_token_ids}
+        self._seeded = sample_generators or sampling.deterministic
         self._growing: dict[str, Growing] = {}
         self._unstarted = 0
         """Samples in flight without a token."""
@@ -105,7 +106,7 @@ class Flight:
         return SamplingParams(
             temperature=0.0 if self._sampling.greedy else self._sampling.temperature,
             # torch's generators take 63 bits everywhere.
-            seed=seed >> 1, max_tokens=limit,
+            seed=seed >> 1 if self._seeded else None, max_tokens=limit,
             # Only these end a response, and they stay in it: the checkpoint's other defaults do not apply.
             ignore_eos=True, stop_token_ids=self._stops, logit_bias=self._forbidden,
             # 0: the sampled token's own, nothing besides. Text is never made here: it was nine tenths of a step.

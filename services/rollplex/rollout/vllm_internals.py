@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo.config
 from torch import nn
+
+from rollplex.model.parallel import MAX_CTAS
 
 _MADV_DONTNEED = 4
 
@@ -25,6 +27,8 @@ def set_environment(collective_timeout_s: float) -> None:
 
     TORCH_COMPILE_DISABLE: on a CPU vLLM's small `@torch.compile` helpers want a C++ compiler, eager mode or not.
     VLLM_CPU_OMP_THREADS_BIND: vLLM would pin threads of a process that is ours; `rollout.threads` counts them.
+    VLLM_ALLREDUCE_USE_SYMM_MEM: torch's symmetric memory makes NVLink multicast objects as it starts, used or not; at these
+    sizes vLLM's own all-reduce is taken anyway. NCCL_MAX_CTAS: as for our own groups, whose ranks share the GPU.
     """
     # The engine core runs on our owner thread: one process to kill, no socket between, a start of seconds.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -32,7 +36,8 @@ def set_environment(collective_timeout_s: float) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(max(1, round(collective_timeout_s)))
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+                "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_MAX_CTAS": str(MAX_CTAS),
+                "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # In this process transformers has imported dynamo, which read the variable then.
@@ -134,19 +139,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def render(engine: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Token ids with placeholders expanded, pixels, grids and timing, to be given to `add_request` any number of times.
+def pixels_as_given() -> dict[str, Any]:
+    """Arguments of EngineArgs with which the tower takes normalised pixels. 0.32's own processor leaves that to the tower."""
+    from vllm import EngineArgs
 
-    `LLMEngine.add_request` takes a raw prompt too, but would process its media once a sample, and not show the result.
+    name = "mm_device_do_normalize"
+    return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
+
+
+def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tensor], media: Mapping[str, Any]) -> dict[str, Any]:
+    """What `add_request` takes any number of times, as vLLM's processor would have made it, by the model's own list of fields.
+
+    `token_ids`: placeholders expanded. `fields`: by the names of the model's forward pass, all media of a kind in one. `media`:
+    kind -> (name, first placeholder, placeholders) of each; the name is the key of vLLM's caches.
     """
-    (rendered,) = engine.renderer.render_cmpl([prompt])
-    return rendered
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-
-def passes_video_metadata(engine: Any) -> bool:
-    """Whether vLLM hands a video's timing on to the checkpoint's processor (0.32); before, it dropped it (0.26), and the
-    processor, which takes the rate from there only (transformers 5), assumed 24 frames a second."""
-    return engine.renderer.get_mm_processor().data_parser.video_needs_metadata
+    if not media:
+        return tokens_input(token_ids)
+    layout = engine.renderer.get_mm_processor()._get_mm_fields_config(fields, {})
+    return mm_input(
+        token_ids, MultiModalKwargsItems.from_hf_inputs(fields, layout),
+        {kind: [name for name, _, _ in items] for kind, items in media.items()},
+        {kind: [PlaceholderRange(offset=first, length=length) for _, first, length in items] for kind, items in media.items()})
 
 
 def drop_caches(engine: Any) -> bool:

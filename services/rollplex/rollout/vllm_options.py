@@ -60,6 +60,7 @@ def _gpu_options(config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
         "enable_sleep_mode": True,
         # A batch that shares one prompt would leave the decode graph.
         "disable_cascade_attn": True,
+        "disable_custom_all_reduce": not config.rollout.vllm.custom_all_reduce,
     }
     if config.rollout.vllm.enforce_eager:
         return options | {"enforce_eager": True}

@@ -23,8 +23,10 @@ def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[s
         path.rmdir()
 
     def gather(name: str, local: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        # NCCL moves bytes in order, whatever a tensor's strides say, and gets no mapped slab: a copy, contiguous.
+        local = local.clone(memory_format=torch.contiguous_format)
         parts = [torch.empty_like(local) for _ in range(model.tp_size)] if model.tp_rank == 0 else None
-        dist.gather(local.contiguous(), parts, group=model.group, group_dst=0)
+        dist.gather(local, parts, group=model.group, group_dst=0)
         return parts
 
     save_checkpoint(source, path, model.config, views, gather=gather if model.tp_size > 1 else None,

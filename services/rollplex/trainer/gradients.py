@@ -93,15 +93,29 @@ class GradientBuffer:
         return self.flat[start:start + self._layout.chunks[index].element_count]
 
     def sum_replicas(self) -> None:
-        """Adds up gradients of kv heads that several ranks hold; once, after the last backward of a mini-batch."""
+        """Adds up gradients of kv heads that several ranks hold; once, after the last backward of a mini-batch.
+
+        Of what every rank holds whole each has the whole gradient. On GPUs, where a kernel may sum in any order, rank 0's is
+        then everybody's: ranks whose replicas drift apart no longer train one model.
+        """
         for name, view in self.views.items():
             shard = self._model.shards[name]
+            if shard.axis is None and self._model.tp_size > 1 and self._device.type == "cuda":
+                self._take_from_rank_0(self._flat_of[name])
             if shard.axis is None or not shard.replicated:
                 continue
             whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=self._device)
             shard.take(whole, self._model.tp_rank).copy_(view)
             dist.all_reduce(whole, group=self._model.group)
             view.copy_(shard.take(whole, self._model.tp_rank))
+
+    def _take_from_rank_0(self, flat: torch.Tensor) -> None:
+        """Through memory of the allocator's own: NCCL gets no mapped slab."""
+        for piece in flat.split(PIECE_ELEMENTS):
+            whole = torch.empty_like(piece, device=self._device).copy_(piece)
+            dist.broadcast(whole, group=self._model.group, group_src=0)
+            if self._model.tp_rank:
+                piece.copy_(whole)
 
     def check_replicas(self) -> None:
         """Raises DataLoss, naming parameters, where ranks have different gradients of what all of them hold whole."""

@@ -163,8 +163,8 @@ def adamw_(master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad
 
     One rounding an operation: torch's fused addcmul and addcdiv round differently in vector lanes and in the remainder of a
     loop, and the result would depend on where a chunk begins. So a GPU gives a CPU's bits, too; a division by a number would
-    not: CUDA multiplies by its reciprocal, a CPU divides; nor would
-    CUDA's float32 square root, which is one bit off now and then.
+    not: CUDA multiplies by its reciprocal, a CPU divides; nor would a CPU's float32 square root, MKL's, which is one bit off
+    in one value of five.
     """
     if weight_decay:
         master.mul_(1 - learning_rate * weight_decay)
@@ -177,6 +177,6 @@ def adamw_(master: torch.Tensor, first: torch.Tensor, second: torch.Tensor, grad
 
 def _square_root(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Correctly rounded everywhere: a float64 root rounded to float32 is the float32 root."""
-    if values.is_cuda and values.dtype is torch.float32:
+    if values.dtype is torch.float32 and not values.is_cuda:
         return out.copy_(values.double().sqrt_())
     return torch.sqrt(values, out=out)

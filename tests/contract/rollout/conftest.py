@@ -33,14 +33,19 @@ def vllm_engine(model: ModelSection, mesh: MeshSection):
 ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
 REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
             "vllm-tp2-q2": (Topology(4, 2), 1), "torch-cuda": (Topology(device_kind="cuda"), 0),
-            "vllm-cuda": (Topology(device_kind="cuda"), 0)}
+            "vllm-cuda": (Topology(device_kind="cuda"), 0), "torch-cuda-tp2": (Topology(2, 2, device_kind="cuda"), 0),
+            "vllm-cuda-tp2": (Topology(2, 2, device_kind="cuda"), 0), "torch-cuda-q2": (Topology(2, 1, device_kind="cuda"), 1),
+            "vllm-cuda-q2": (Topology(2, 1, device_kind="cuda"), 1)}
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here; `make test-gpu` runs this")]
+
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")]
 
 
 @pytest.fixture(scope="module", params=[
     *ENGINES, *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2")),
-    *(pytest.param(name, marks=GPU) for name in ("torch-cuda", "vllm-cuda"))])
+    *(pytest.param(name, marks=GPU) for name in ("torch-cuda", "vllm-cuda")),
+    *(pytest.param(name, marks=TWO_GPUS) for name in REPLICAS if "-cuda-" in name)])
 def engine_name(request):
     if request.param.startswith("vllm"):
         pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
@@ -56,7 +61,7 @@ def dtype():
 @pytest.fixture(scope="module")
 def tolerance(engine_name):
     """Of log-probabilities in float32, against the trainer's on a CPU. vLLM's attention for it on a GPU multiplies in TF32."""
-    return {"torch-cuda": 1e-3, "vllm-cuda": 2e-2}.get(engine_name, 1e-4)
+    return next((bound for name, bound in (("torch-cuda", 1e-3), ("vllm-cuda", 2e-2)) if engine_name.startswith(name)), 1e-4)
 
 
 @pytest.fixture(scope="module")

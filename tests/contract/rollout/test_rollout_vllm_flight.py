@@ -21,9 +21,11 @@ class Engine:
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
         self.waiting, self.running, self.pending = deque(), {}, None
+        self.params = []
 
     def add_request(self, request, prompt, params):
         self.waiting.append(request)
+        self.params.append(params)
 
     def abort_request(self, requests):
         self.aborted = requests
@@ -44,11 +46,14 @@ class Engine:
         return SimpleNamespace(request_id=request, outputs=[token], finished=finished)
 
 
-def flight_of(engine, samples):
+SAMPLING = work.Sampling(1.0, 9)
+
+
+def flight_of(engine, samples, sampling=SAMPLING, **options):
     from rollplex.rollout.engine import SeededGroup
     from rollplex.rollout.vllm_flight import Flight
 
-    flight = Flight(engine, work.Sampling(1.0, 9), [2], [])
+    flight = Flight(engine, sampling, [2], [], **options)
     group = work.PreparedGroup(0, array("q", [1, 2]), sample_count=samples)
     flight.add(SeededGroup(group, np.arange(samples, dtype=np.uint64)), {})
     return flight
@@ -144,3 +149,11 @@ def test_a_device_that_has_no_room_for_them_is_reported(worker):
     assert isinstance(answer, Refusal)
     assert (answer.error.reason, answer.error.metadata["size_bytes"]) == ("KV_NOT_BACKED", "128")
     assert worker.rollplex_release_kv() == 0
+
+
+@pytest.mark.parametrize(("options", "deterministic", "seeds"), [
+    ({}, False, [0, 1]), ({"sample_generators": False}, False, [None, None]), ({"sample_generators": False}, True, [0, 1])])
+def test_samples_have_generators_of_their_own_unless_they_are_told_to_share(options, deterministic, seeds):
+    engine = Engine(4, 3)
+    flight_of(engine, 4, work.Sampling(1.0, 9, deterministic=deterministic), **options)
+    assert [params.seed for params in engine.params][::2] == seeds

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainer_ranks import TrainerRanks, distance, trainer_ranks
+from trainer_ranks import distance, three_updates, trainer_ranks
 from trainer_rig import config, respond
 
 from rollplex.core.errors import Aborted, DeadlineExceeded
@@ -25,17 +25,6 @@ def ranks(mesh, run, tmp_path):
         return trainer_ranks(whole, mesh.session, f"{run}-{train_tp}", tmp_path)
 
     return start
-
-
-def three_updates(group: TrainerRanks, prompts) -> tuple[dict, dict, list[float]]:
-    """The actor before and after, and the gradient norms."""
-    group.open(config())
-    before, norms = group.actor(0), []
-    for snapshot in range(3):
-        measured = group.iterate(prompts, snapshot)
-        assert len({result.grad_norm for result in measured}) == 1
-        norms.append(measured[0].grad_norm)
-    return before, group.actor(3), norms
 
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-10}

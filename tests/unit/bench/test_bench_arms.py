@@ -21,9 +21,33 @@ def test_every_policy_makes_a_name_that_a_run_may_have(policy):
     assert check_run_name(arm.run_name)
 
 
+def test_degrees_are_an_arms_own_or_everybodys():
+    found = parse_arms("serial,overlap@mps-default:2x2,disaggregated", "cuda", train_tp=2, gpus=2)
+    assert found == [Arm("serial", "time-slice", 2, 1), Arm("overlap", "mps-default", 2, 2),
+                     Arm("disaggregated", "time-slice", 1, 1, 1)]
+    assert [arm.gpus for arm in found] == [2, 2, 2]
+    assert list(map(str, found)) == ["serial@time-slice:2x1", "overlap@mps-default:2x2", "disaggregated@time-slice"]
+    assert parse_arms("disaggregated", "cuda") == [Arm("disaggregated", "time-slice", 1, 1, 1)]
+
+
+def test_disaggregated_fills_the_gpus_that_do_not_train():
+    eight, = parse_arms("disaggregated", "cuda", train_tp=8, rollout_tp=4, gpus=8)
+    assert (eight.train_tp, eight.rollout_tp, eight.own_replicas, eight.gpus) == (4, 4, 1, 8)
+    narrow, = parse_arms("disaggregated:4x1", "cuda", gpus=8)
+    assert (narrow.own_replicas, narrow.gpus) == (4, 8)
+
+
+def test_arms_of_other_numbers_of_gpus_are_refused():
+    with pytest.raises(BadInput, match=r"serial@time-slice takes 1 GPUs and not 2"):
+        parse_arms("overlap:2x1,serial:1x1", "cuda", gpus=2)
+    with pytest.raises(BadInput, match="TP_train must be a positive multiple"):
+        parse_arms("overlap:2x4", "cuda")
+
+
 @pytest.mark.parametrize(("text", "device", "reason"), [
     ("", "cuda", "BAD_ARM"), (",", "cuda", "BAD_ARM"), ("parallel", "cuda", "BAD_ARM"), ("overlap@", "cuda", "BAD_ARM"),
-    ("overlap@mps", "cuda", "BAD_ARM"), ("serial,serial@time-slice", "cuda", "BAD_ARM"),
+    ("overlap@mps", "cuda", "BAD_ARM"), ("overlap:2", "cuda", "BAD_ARM"), ("serial:2x1,serial:2x1", "cuda", "BAD_ARM"),
+    ("serial,serial@time-slice", "cuda", "BAD_ARM"),
     ("overlap@mps-default", "cpu", "POLICY_NEEDS_GPU")])
 def test_what_is_no_arm_is_refused(text, device, reason):
     with pytest.raises(BadInput) as caught:

@@ -22,10 +22,12 @@ from rollplex.bench.checkpoint import PUBLISHED, build_checkpoint, raw_config  #
 from rollplex.bench.probe import stated  # noqa: E402
 from rollplex.bench.tokenizer import SPECIAL_TOKENS, build_tokenizer  # noqa: E402
 from rollplex.bench.trl_run import (  # noqa: E402
+    EachImageOnce,
     ForcedLengths,
     collapsed,
     frames_of,
     make_dataset,
+    use_causal_attention,
     use_tower_attention,
 )
 from rollplex.bench.videos import Clips, build_workload, choose_clips, fill_text  # noqa: E402
@@ -92,6 +94,41 @@ def test_weights_are_cut_into_shards_that_all_arrive(checkpoint, tmp_path, monke
     config = read_model_config(tmp_path / "cut")
     views = {name: torch.empty(shard.shape) for name, shard in ActorLayout.build(config, 1, "float32").shards.items()}
     load_into(tmp_path / "cut", config, views)
+
+
+def test_trl_s_decoder_computes_the_same_without_a_mask(checkpoint):
+    """Padded on the right: what stands there is read by nobody."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    tokens = torch.randint(3, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(24) < torch.tensor([[24], [17]])).long()
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, attention_mask=mask).logits
+        use_causal_attention(model)
+        found = model(input_ids=tokens, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(found, expected)
+
+
+def test_trl_s_processor_works_on_an_image_once(checkpoint, workload):
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(checkpoint).image_processor
+    asked = []
+
+    class Spied:
+        merge_size = processor.merge_size
+
+        def __call__(self, images, **options):
+            asked.append(len(images))
+            return processor(images, **options)
+
+    first, second = (frames_of(video)[:3] for video in workload["videos"][:2])
+    images = [first, first, second, first[1:]]
+    expected, once = processor(images, return_tensors="pt"), EachImageOnce(Spied())
+    found = once(images, return_tensors="pt")
+    assert (asked, once.merge_size) == ([6], processor.merge_size)
+    assert torch.equal(found["image_grid_thw"], expected["image_grid_thw"])
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
 
 
 @pytest.mark.parametrize("shape", sorted(PUBLISHED))

@@ -8,13 +8,19 @@ from rollplex.core.ids import sample_seed
 from rollplex.core.response_lengths import LengthDistribution
 from rollplex.core.sharing import POLICIES
 from rollplex.core.strict import parse
-from rollplex_client.bench.arm_settings import arm_tables, gpu_plan, kv_cache_gib
+from rollplex.core.topology import Topology
+from rollplex_client.bench.arm_settings import arm_settings, arm_tables, gpu_plan, kv_cache_gib
 from rollplex_client.bench.arms import Arm
 from rollplex_client.bench.job import check_numbers, make_job
 from rollplex_client.bench.reward import count_reward
 from rollplex_client.cli.settings import parse_settings
 
 HBM = 141 << 30
+OVERLAP = Arm("overlap", "mps-default")
+
+
+def tables_of(job, arm, folder, hbm=HBM, **given):
+    return arm_tables(job, [arm], arm, folder, hbm, **given)
 
 
 def test_lengths_are_those_of_the_samples_seeds(job):
@@ -41,30 +47,64 @@ def test_run_config_is_one_that_the_coordinator_takes(job):
 def test_kv_holds_every_sample_at_once(job):
     tokens = max(sum(4096 + sum(row) for row in job.lengths(iteration)) for iteration in range(3))
     needed = tokens * 2 * 36 * 2 * 128 * 2 / 2**30
-    assert needed < kv_cache_gib(job) < 1.3 * needed
+    assert needed < kv_cache_gib(job, OVERLAP) < 1.3 * needed
 
 
 def test_a_gpu_mesh_gets_devices_policy_and_sizes(job, tmp_path):
-    tables = arm_tables(job, Arm("overlap", "mps-default"), tmp_path, HBM)
-    assert tables["mesh"] == {"runtime_dir": str(tmp_path), "devices": "cuda", "sharing": "mps-default"}
+    tables = tables_of(job, OVERLAP, tmp_path)
+    mesh = parse_settings(tables).mesh
+    assert (mesh.devices, mesh.sharing, mesh.topology) == ("cuda", "mps-default", Topology(device_kind="cuda"))
     assert tables["rollout"]["engine"] == "vllm"
     assert tables["rollout"]["vllm"]["max_model_len"] == 5120
     assert tables["model"] == {"checkpoint": str(job.checkpoint), "dtype": "bfloat16", "max_prompt_tokens": 4096}
     assert tables["run"]["saved_activations"] in ("keep", "recompute", "offload", "from_inputs")
-    assert "own_replicas" not in tables["mesh"]
-    assert arm_tables(job, Arm("disaggregated", "time-slice"), tmp_path, HBM)["mesh"]["own_replicas"] == 1
+    assert tables_of(job, Arm("disaggregated", "time-slice", own_replicas=1), tmp_path)["mesh"]["own_replicas"] == 1
+
+
+def test_degrees_divide_keys_values_and_rows(job, tmp_path):
+    """Of 3B, with its two kv heads: replicas share groups, ranks of a replica share heads."""
+    one, two, wide = (kv_cache_gib(job, arm) for arm in (
+        OVERLAP, Arm("overlap", "mps-default", 2, 1), Arm("overlap", "mps-default", 2, 2)))
+    assert two == pytest.approx(one / 2, rel=0.15)
+    assert wide == pytest.approx(one / 2, rel=0.02)
+    tables = tables_of(job, Arm("overlap", "mps-default", 2, 1), tmp_path, host_bytes=200 << 30)
+    mesh = parse_settings(tables).mesh
+    assert (mesh.ranks("trainer"), mesh.ranks("reference"), mesh.ranks("rollout")) == (2, 2, 2)
+    assert (tables["rollout"]["max_rows"], tables["broker"]) == (16, {"host_limit_bytes": 200 << 30})
+
+
+def test_all_arms_place_classes_where_the_tightest_has_room(job, tmp_path):
+    """A GPU that trains alone holds twice the gradients of one of two; at 42 GiB its gradients have no room."""
+    arms = [Arm("disaggregated", "time-slice", own_replicas=1), Arm("overlap", "mps-default", 2, 1)]
+
+    def gradients(of: list[Arm]) -> list[str]:
+        return [arm_tables(job, of or [arm], arm, tmp_path, 42 << 30, 200 << 30)["trainer"]["gradients"] for arm in arms]
+
+    assert gradients([]) == ["host", "hbm"]
+    assert gradients(arms) == ["host", "host"]
+
+
+def test_a_budget_is_kept_and_planned_by(job, tmp_path):
+    def settings(hbm_gib):
+        arguments = argparse.Namespace(hbm_gib=hbm_gib, host_gib=200.0, config=None, overrides=[])
+        return arm_settings(job, [OVERLAP], OVERLAP, tmp_path, arguments, HBM)
+
+    whole, bounded = settings(None), settings(40.0)
+    assert (whole.mesh.hbm_budget_gib, bounded.mesh.hbm_budget_gib, bounded.mesh.hbm_runtime_gib) == (0, 40, 8)
+    assert whole.sections["broker"].host_limit_bytes == 200 << 30
+    assert (whole.sections["trainer"].gradients, bounded.sections["trainer"].gradients) == ("hbm", "host")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_gpu_mesh_of_every_policy_reads_as_a_configuration(job, tmp_path, policy):
-    mesh = parse_settings(arm_tables(job, Arm("overlap", policy), tmp_path, HBM)).mesh
+    mesh = parse_settings(tables_of(job, Arm("overlap", policy), tmp_path)).mesh
     assert (mesh.devices, mesh.sharing, mesh.policy) == ("cuda", policy, POLICIES[policy])
     assert mesh.topology.device_name(0) == "cuda:0"
 
 
 def test_arms_differ_in_nothing_but_schedule_and_policy(job, tmp_path):
     arms = Arm("serial", "time-slice"), Arm("overlap", "mps-default")
-    serial, overlap = (arm_tables(job, arm, tmp_path, HBM) for arm in arms)
+    serial, overlap = (tables_of(job, arm, tmp_path) for arm in arms)
     for tables in (serial, overlap):
         tables["run"].pop("schedule")
         tables["mesh"].pop("sharing")
@@ -72,7 +112,7 @@ def test_arms_differ_in_nothing_but_schedule_and_policy(job, tmp_path):
 
 
 def test_the_plan_counts_the_whole_job(job):
-    given = gpu_plan(job, HBM).given
+    given = gpu_plan(job, OVERLAP, HBM).given
     assert (given.work.groups, given.work.samples, given.work.prompt_tokens, given.reference) == (4, 8, 4096, False)
     longest = max(sum(row) for iteration in range(3) for row in job.lengths(iteration))
     assert given.work.response_tokens * 8 >= longest > (given.work.response_tokens - 1) * 8
@@ -81,7 +121,7 @@ def test_the_plan_counts_the_whole_job(job):
 def test_a_cpu_mesh_reads_as_a_configuration(job, tmp_path):
     from dataclasses import replace
 
-    settings = parse_settings(arm_tables(replace(job, device="cpu"), Arm("serial", "time-slice"), tmp_path, HBM))
+    settings = parse_settings(tables_of(replace(job, device="cpu"), Arm("serial", "time-slice"), tmp_path))
     assert settings.run.schedule == "serial"
     assert settings.sections["rollout"].engine == "torch"
     assert settings.sections["coordinator"].media.max_frames == 16

@@ -16,7 +16,7 @@ from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory, watched
 from rollplex_client.bench.measure import arm_result, equation_rows, ledger_peaks
 from rollplex_client.bench.page import arm_lanes, render
 from rollplex_client.bench.run_arm import ArmRun, check_same_job
-from rollplex_client.bench.tables import summary_lines
+from rollplex_client.bench.tables import memory_rows, summary_lines
 from rollplex_client.bench.trl import trl_result
 from rollplex_client.results import LedgerEntry, PhaseSpan
 
@@ -114,6 +114,37 @@ def test_ledger_peaks_by_class_and_their_largest_phase():
               LedgerEntry("prefix_activations", "trainer", "cuda:0", "suffix", 100, 0, "pinned")]
     assert ledger_peaks(peaks) == {"cuda:0": {"actor_snapshot": 9, "rollout_kv": 5, "gradients": 7, "all": 16},
                                    "host": {"media": 3, "all": 3}}
+
+
+def test_gpus_of_which_all_is_alike_share_a_row():
+    alike, other = {"gradients": 7 << 30, "all": 8 << 30}, {"rollout_kv": 5 << 30, "all": 5 << 30}
+    two = {"cuda:0": alike, "cuda:1": alike}
+    arms = [{"hbm_peak_bytes": two}, {"hbm_peak_bytes": two | {"cuda:2": other}}]
+    assert list(memory_rows({"arms": arms})) == [
+        ("cuda:0, 1: gradients", ["7.0 GiB", "7.0 GiB"]), ("cuda:0, 1: largest phase, all classes", ["8.0 GiB", "8.0 GiB"]),
+        ("cuda:2: rollout_kv", ["–", "5.0 GiB"]), ("cuda:2: largest phase, all classes", ["–", "5.0 GiB"])]
+
+
+def test_several_gpus_share_a_bound(job, runs):
+    """Two ranks of a replica read half of the bytes each; two replicas share prompts and contexts, and each reads all weights."""
+    def of(train_tp, rollout_tp):
+        return arm_result(job, dataclasses.replace(runs[1], arm=Arm("overlap", "mps-priority", train_tp, rollout_tp)), HARDWARE)
+
+    one, wide, replicas = of(1, 1), of(2, 2), of(2, 1)
+    assert wide["decode"]["per_sample_distance_measured"] == pytest.approx(2 * one["decode"]["per_sample_distance_measured"])
+    assert replicas["decode"] == one["decode"]
+    assert wide["rollout"]["distance_measured"] == pytest.approx(2 * one["rollout"]["distance_measured"])
+    assert 1 < replicas["rollout"]["distance_measured"] / one["rollout"]["distance_measured"] < 2
+    assert wide["prefix"]["trainer"]["flops_per_s"] == pytest.approx(one["prefix"]["trainer"]["flops_per_s"] / 2)
+    assert wide["mfu"]["of_stated"] == pytest.approx(one["mfu"]["of_stated"] / 2)
+    assert (wide["gpus"], wide["replicas"], replicas["replicas"]) == (2, 1, 2)
+
+
+def test_equation_1_wants_a_serial_arm_of_the_same_degrees(runs):
+    wide = dataclasses.replace(runs[1], arm=Arm("overlap", "mps-priority", 2, 1))
+    assert list(equation_rows([*runs, wide])) == ["overlap@mps-priority"]
+    serial = dataclasses.replace(runs[0], arm=Arm("serial", "time-slice", 2, 1))
+    assert list(equation_rows([serial, *runs, wide])) == ["overlap@mps-priority", "overlap@mps-priority:2x1"]
 
 
 def test_a_peak_is_seen_and_what_was_there_before():

@@ -109,6 +109,18 @@ def test_vllm_is_asked_for_every_sample_s_length_and_expands_placeholders_itself
     assert result["weights_dtype"] == "torch.float32"
 
 
+def test_what_is_known_is_kept_after_every_step(job):
+    kept = []
+    trl_run.run(job | {"kl_coef": 0.04}, lambda result: kept.append(len(result["steps_s"])))
+    assert kept == [1, 2]
+
+
+def test_a_forward_pass_without_images_is_an_error():
+    """TRL may go on without them where tokens and images do not match."""
+    with pytest.raises(RuntimeError, match="dropped the images"):
+        trl_run.Rollout._with_images(lambda **inputs: None, pixel_values=None)
+
+
 def test_a_trainer_with_other_lengths_is_found_out(job, monkeypatch):
     monkeypatch.setattr(trl_run.Rollout, "_lengths", lambda self: [3, 1, 5, 9])
     with pytest.raises(RuntimeError, match=r"not of \[3, 1, 5, 8\]"):

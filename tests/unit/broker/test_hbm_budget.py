@@ -273,8 +273,11 @@ class Nvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(("visible", "used"), [(None, 10), ("2,1", 20), ("1,GPU-7", 11), ("GPU-7", 30)])
-def test_nvml_counts_the_gpus_that_cuda_shows(visible, used):
-    meter = NvmlMeter(Nvml(used={"gpu-0": 10, "gpu-1": 11, "gpu-2": 20, "GPU-7": 30}), visible)
+def test_nvml_counts_the_gpus_that_cuda_shows(visible, used, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    meter = NvmlMeter(Nvml(used={"gpu-0": 10, "gpu-1": 11, "gpu-2": 20, "GPU-7": 30}))
     assert (meter.used_bytes("cuda:0"), meter.total_bytes("cuda:0")) == (used, 500)
     assert meter.process_bytes("cuda:0") == {7: 5} and meter.process_bytes("host:0") is None
     assert meter.used_bytes("host:0") is None and meter.used_bytes("cuda:9") is None

@@ -7,22 +7,36 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_qwen import make_groups, two_stage_loss, worst_gradient_error
 
 from rollplex.model import HostCopies, prefix_forward
 
 
 class Notebook:
-    """A Limit that notes which blocks ran inside, and whether with a graph."""
+    """A Limit that notes, while it is `watching`, which blocks ran inside, and whether with a graph."""
 
     def __init__(self, model) -> None:
         self.depth, self.entered = 0, 0
         self.inside: list[bool] = []
         """For each block that ran inside: whether autograd was on."""
         self.outside: list[bool] = []
-        for projection in (*(block.attn.qkv for block in model.visual.blocks),
-                           *(layer.self_attn.k_proj for layer in model.language_model.layers)):
-            projection.register_forward_hook(self._note)
+        projections = (*(block.attn.qkv for block in model.visual.blocks),
+                       *(layer.self_attn.k_proj for layer in model.language_model.layers))
+        self._one_a_block = {id(projection.weight) for projection in projections}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def noted(x, weight, *bias):
+            if id(weight) in self._one_a_block:
+                (self.inside if self.depth else self.outside).append(torch.is_grad_enabled())
+            return linear(x, weight, *bias)
+
+        linear, F.linear = F.linear, noted
+        try:
+            yield
+        finally:
+            F.linear = linear
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -32,9 +46,6 @@ class Notebook:
             yield
         finally:
             self.depth = 0
-
-    def _note(self, *_: object) -> None:
-        (self.inside if self.depth else self.outside).append(torch.is_grad_enabled())
 
 
 def gradients(model) -> dict[str, torch.Tensor | None]:
@@ -77,14 +88,16 @@ def test_only_the_forward_pass_is_inside(bind, saved):
     bound = bind(torch.float32)
     notes = Notebook(bound.model)
     (group,) = make_groups(bound.config, ["image"], torch.float32, [2])
-    boundary = prefix_forward(bound.model, group.inputs, saved, limit=notes)
+    with notes.watching():
+        boundary = prefix_forward(bound.model, group.inputs, saved, limit=notes)
     blocks = bound.config.layer_count + bound.config.vision.depth
     assert (notes.entered, len(notes.inside), notes.outside) == (blocks, blocks, [])
     # A graph that is made inside would be gone back through inside: on the capped stream.
     assert notes.inside == [saved == "keep"] * blocks
     for k, v in boundary.leaves():
         k.grad, v.grad = torch.ones_like(k), torch.ones_like(v)
-    boundary.backward()
+    with notes.watching():
+        boundary.backward()
     assert (notes.entered, len(notes.inside)) == (blocks, blocks)
     assert bool(notes.outside) == (saved != "keep") and all(notes.outside)
 
@@ -97,7 +110,8 @@ def test_what_has_no_gradient_leaves_no_graph(bind):
     notes = Notebook(bound.model)
     bound.model.language_model.requires_grad_(False)
     (text,) = make_groups(bound.config, ["text"], torch.float32, [2])
-    assert not prefix_forward(bound.model, text.inputs, "recompute", limit=notes).attached
+    with notes.watching():
+        assert not prefix_forward(bound.model, text.inputs, "recompute", limit=notes).attached
     assert notes.inside
 
 

@@ -99,6 +99,9 @@ def test_keys_and_values_go_after_a_generation_unless_the_run_keeps_them(engine,
     engine.generate(Context(), GROUPS, SAMPLING, snapshot=0, iteration=0)
     assert engine._tokens.log.count("release_kv") == (not resident)
     assert engine.quiesce(Context(), False) == work.QuiesceResult(0 if resident else 17)
+    before = engine._tokens.log.count("release_kv")
+    engine.open_run(Context(), "another", 0, RunConfig(), False)
+    assert engine._tokens.log.count("release_kv") - before == resident, "they were the former run's"
 
 
 @pytest.mark.parametrize(("reason", "released"), [("DEVICE_FAULT", 0), ("NON_FINITE_LOGITS", 1)])

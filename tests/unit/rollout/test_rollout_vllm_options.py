@@ -36,6 +36,8 @@ def test_a_gpu_decodes_with_graphs_and_schedules_ahead():
     assert options["compilation_config"]["cudagraph_capture_sizes"][-1] == options["max_num_seqs"] == 256
     assert (options["async_scheduling"], options["enable_sleep_mode"]) == (True, True)
     assert "enforce_eager" not in options
+    assert options["disable_custom_all_reduce"] is False
+    assert engine_options(with_vllm(custom_all_reduce=False), 5000, on_gpu=True)["disable_custom_all_reduce"] is True
     # Chunked prefill: a step need not hold the longest sequence.
     assert options["max_num_batched_tokens"] == 8192
     eager = engine_options(with_vllm(enforce_eager=True), 5000, on_gpu=True)

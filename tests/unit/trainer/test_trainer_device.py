@@ -312,6 +312,24 @@ def test_device_errors_name_device_and_phase(error, kind, reason):
     assert (caught.value.reason, caught.value.metadata) == (reason, {"phase": "suffix", "device": "cuda:0"})
 
 
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+    OSError(5, "cuMemUnmap: CUDA_ERROR_MPS_CLIENT_TERMINATED")], ids=["cublas", "triton", "driver"])
+def test_whatever_is_said_where_cuda_refuses_everything_is_a_fault(monkeypatch, error, lost):
+    def synchronize(device):
+        assert device == torch.device("cuda:0")
+        if lost:
+            raise torch.AcceleratorError("MPS client terminated")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(InternalError if lost else type(error)) as caught, \
+            device_errors(Phase.OVERLAP, "generate", "cuda:0"):
+        raise error
+    assert not lost or caught.value.reason == "DEVICE_FAULT"
+
+
 def test_other_errors_pass():
     with pytest.raises(OSError, match="disk"), device_errors(Phase.IDLE, "open_run", "host:0"):
         raise OSError(5, "disk")
@@ -325,3 +343,52 @@ def test_devices_that_are_not_there_or_not_ours_to_share(monkeypatch):
     with pytest.raises(BadInput) as caught:
         use_device("cuda:0")
     assert caught.value.reason == "EXPANDABLE_SEGMENTS"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replicated_gradient_is_rank_0s(rank, monkeypatch):
+    """In pieces, and through memory that is not the buffer's."""
+    from types import SimpleNamespace
+
+    from rollplex.trainer import gradients
+
+    sent: list[int] = []
+
+    def broadcast(tensor, *, group, group_src):
+        assert (group, group_src) == ("ranks", 0)
+        sent.append(tensor.numel())
+        tensor.fill_(7.0)
+
+    monkeypatch.setattr(gradients.dist, "broadcast", broadcast)
+    monkeypatch.setattr(gradients, "PIECE_ELEMENTS", 4)
+    flat = torch.arange(10.0)
+    buffer = SimpleNamespace(_device=torch.device("cpu"), _model=SimpleNamespace(group="ranks", tp_rank=rank))
+    gradients.GradientBuffer._take_from_rank_0(buffer, flat)
+    assert sent == [4, 4, 2]
+    assert flat.tolist() == (list(range(10)) if rank == 0 else [7.0] * 10)
+
+
+def test_an_export_receives_contiguous_copies(monkeypatch, tmp_path):
+    """A transposed shard's bytes are not in its own order, and NCCL moves bytes."""
+    from types import SimpleNamespace
+
+    from rollplex.trainer import export
+
+    gathered = []
+
+    def gather(tensor, parts, *, group, group_dst):
+        assert tensor.is_contiguous() and all(part.is_contiguous() for part in parts)
+        for part in parts:
+            part.copy_(tensor)
+        gathered.append(tensor)
+
+    def save(source, path, config, views, *, gather, shards):
+        shard = torch.arange(6.0).view(2, 3).t()
+        assert all(torch.equal(part, shard) for part in gather("weight", shard))
+        path.mkdir()
+
+    monkeypatch.setattr(export.dist, "gather", gather)
+    monkeypatch.setattr(export, "save_checkpoint", save)
+    model = SimpleNamespace(tp_rank=0, tp_size=2, group=None, config=None, shards=None)
+    assert export.write(tmp_path, tmp_path / "out", model, {}) == 0
+    assert len(gathered) == 1

@@ -1,5 +1,6 @@
 """The streamed update: torch.optim.AdamW's numbers, any chunk size, any interruption."""
 
+import numpy as np
 import pytest
 import torch
 from tiny_trainer import QUIET, DictBroker, gradients, make_groups, run_config, train
@@ -64,6 +65,24 @@ def test_adamw_rounds_alike_wherever_a_slice_begins():
     for start, stop in ((0, 1), (1, 34), (34, 257)):
         adamw_(*(part[start:stop] for part in parts), config, learning_rate=1e-3, weight_decay=0.1, step=3)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts))
+
+
+def test_adamw_rounds_every_operation_as_ieee_754_does():
+    """numpy takes the processor's own operations, one at a time: what a GPU computes, too."""
+    generator = torch.Generator().manual_seed(0)
+    state = [torch.randn(10_000, generator=generator) for _ in range(4)]
+    state[2].abs_()
+    master, first, second, gradient = (tensor.numpy().copy() for tensor in state)
+    config = OptimizerConfig(weight_decay=0.1)
+    adamw_(*state, config, learning_rate=1e-3, weight_decay=0.1, step=3)
+    master *= np.float32(1 - 1e-3 * 0.1)
+    first += (gradient - first) * np.float32(1 - config.beta1)
+    second *= np.float32(config.beta2)
+    second += gradient * gradient * np.float32(1 - config.beta2)
+    denominator = np.sqrt(second) * np.float32((1 - config.beta2**3) ** -0.5) + np.float32(config.epsilon)
+    master -= first / denominator * np.float32(1e-3 / (1 - config.beta1**3))
+    for expected, found in zip((master, first, second), state):
+        np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_frozen_modules_have_no_state_and_do_not_move(build_engine):
