@@ -1,0 +1,119 @@
+"""The demo with its services killed and stopped at random: figures as JSON, status 1 for a lost iteration.
+
+    python -m tests.faults.demo_soak --minutes 30 --out runs/demo-soak
+
+A service is ended when every one has served for a while and an iteration has been done since the last death. `--stops` of the
+deaths are SIGSTOP, which the watchdog has to notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rollplex.core.errors import RollplexError
+from rollplex_client.chaos.soak import PAUSE_S, resident_bytes
+from rollplex_client.cli.supervision import Process, Supervisor
+
+SPARED = ("watchdog",)
+"""The supervisor starts it again; that nothing of the run hangs on it is shown elsewhere."""
+SETTLED_S = 3.0
+START_S = 600.0
+
+
+class DemoSoak:
+    def __init__(self, out: Path, runtime_dir: Path, seed: int, stops: float) -> None:
+        self._metrics, self._supervisor = out / "metrics.jsonl", Supervisor(runtime_dir)
+        self._random, self._stops = random.Random(seed), stops
+        self.deaths: dict[str, int] = {}
+
+    @property
+    def iterations(self) -> int:
+        """Done by the demo's main run."""
+        with contextlib.suppress(FileNotFoundError):
+            return sum(json.loads(line).get("kind", "train") == "train" for line in self._metrics.read_text().splitlines())
+        return 0
+
+    def whole(self) -> dict[str, Process]:
+        """All services, or nothing while one is not back."""
+        try:
+            found = {process.name: process for process in self._supervisor.processes()}
+        except RollplexError:
+            return {}
+        settled = all(process.state == "RUNNING" and process.uptime_s > SETTLED_S for process in found.values())
+        return found if settled else {}
+
+    def memory(self) -> dict[str, float]:
+        """RSS in MiB by service."""
+        return {name: round(resident_bytes(process.pid) / 2**20, 1) for name, process in self.whole().items()}
+
+    def end_one(self) -> None:
+        services = {name: process for name, process in self.whole().items() if name not in SPARED}
+        if not services:
+            return
+        name = self._random.choice(sorted(services))
+        how = signal.SIGSTOP if self._random.random() < self._stops else signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(services[name].pid, how)
+            key = f"{name} {how.name}"
+            self.deaths[key] = self.deaths.get(key, 0) + 1
+
+    def run(self, demo: subprocess.Popen[bytes], minutes: float) -> dict[str, object]:
+        _until(lambda: self.iterations >= 2 and bool(self.whole()), demo, START_S)
+        start, first, until = self.memory(), self.iterations, time.monotonic() + 60 * minutes
+        while time.monotonic() < until and demo.poll() is None:
+            time.sleep(self._random.uniform(*PAUSE_S))
+            if self.whole():
+                seen = self.iterations
+                self.end_one()
+                _until(lambda seen=seen: self.iterations > seen, demo, START_S)
+        with contextlib.suppress(TimeoutError):
+            _until(lambda: bool(self.whole()), demo, START_S)
+        return {"minutes": minutes, "iterations": self.iterations - first, "lost": int(demo.poll() is not None),
+                "deaths": dict(sorted(self.deaths.items())), "deaths_total": sum(self.deaths.values()),
+                "rss_mib_start": start, "rss_mib_end": self.memory()}
+
+
+def _until(holds, demo: subprocess.Popen[bytes], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds() and demo.poll() is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing moved for {timeout_s:g} s")
+        time.sleep(0.1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stops", type=float, default=0.2, help="share of deaths that are SIGSTOP")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-soak"))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rp-soak-") as folder, (arguments.out / "demo.log").open("wb") as log:
+        command = [sys.executable, "-m", "rollplex_client.cli", "demo", "--out", str(arguments.out), "--runtime-dir", folder,
+                   "--iterations", "100000", "--seed", str(arguments.seed)]
+        demo = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            found = DemoSoak(arguments.out, Path(folder), arguments.seed, arguments.stops).run(demo, arguments.minutes)
+        finally:
+            demo.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                demo.wait(60)
+            demo.kill()
+    (arguments.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return int(bool(found["lost"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
