@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -53,7 +54,10 @@ async def test_media_that_do_not_fit_are_refused_with_the_table_and_the_run_goes
     assert mesh.coordinator.run("run").next_iteration == 0
     for rows in (text_rows(2), [picture(small)]):
         assert (await submit(mesh, rows)).state is IterationState.DONE
-    assert await held(mesh) == before
+    async with asyncio.timeout(30):
+        # An iteration's media go once its end has been told.
+        while await held(mesh) != before:
+            await asyncio.sleep(0.05)
     assert mesh.coordinator.run("run").snapshot == 2
 
 

@@ -48,6 +48,8 @@ def serve():
     while True:
         with listener.accept()[0] as client:
             command = client.recv(1000).decode().strip()
+            if not command:  # whoever asked has ended meanwhile
+                continue
             with (logs / "commands").open("a") as file:
                 file.write(command + "\\n")
             if command == "quit" and os.environ.get("FAKE_MPS") != "never quits":
