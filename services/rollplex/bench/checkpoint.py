@@ -61,6 +61,11 @@ def raw_config(shape: str) -> dict[str, Any]:
 
 def build_checkpoint(directory: Path, shape: str, *, seed: int, device: str, dtype: str = "bfloat16") -> int:
     """Writes the whole directory; returns the bytes of its weights, which shape, seed and kind of device decide."""
+    return _write_weights(directory, _weights(describe_checkpoint(directory, shape, dtype=dtype), seed, device))
+
+
+def describe_checkpoint(directory: Path, shape: str, *, dtype: str = "bfloat16") -> Qwen2_5_VLConfig:
+    """All of it but the weights: the model's config, tokenizer and processor."""
     raw = raw_config(shape)
     config = Qwen2_5_VLConfig.from_dict(raw)
     config.dtype = getattr(torch, dtype)
@@ -73,7 +78,7 @@ def build_checkpoint(directory: Path, shape: str, *, seed: int, device: str, dty
     tokenizer.save_pretrained(directory)
     for name, content in _processor_files(raw["vision_config"]).items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return _write_weights(directory, _weights(config, seed, device))
+    return config
 
 
 def _weights(config: Qwen2_5_VLConfig, seed: int, device: str) -> Iterator[tuple[str, torch.Tensor]]:

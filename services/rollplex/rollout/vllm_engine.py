@@ -28,6 +28,9 @@ from rollplex.rollout.workers import process_name
 
 log = logging.getLogger(__name__)
 
+STEPS_OF_MEDIA = 3
+"""Two steps are under way when a third is made, whose media vLLM's encoder cache must hold beside theirs."""
+
 
 class VllmEngine:
     """rollplex.rollout.engine.TokenEngine. It takes over the session, which is for media; workers lease the actor themselves."""
@@ -42,7 +45,7 @@ class VllmEngine:
         self._max_tokens = config.rollout.vllm.max_model_len or model.max_positions
         self._step_tokens = step_tokens(config, self._max_tokens, on_gpu=vllm_internals.on_gpu())
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
-                                config.mesh.collective_timeout_s)
+                                config.mesh.collective_timeout_s, STEPS_OF_MEDIA * self._step_tokens)
         self._prompts = VllmPrompts(reader, model, getattr(torch, config.model.dtype))
         self._run, self._device = "", topology.device_name(topology.replica_devices(replica)[0])
         self._start()
@@ -86,8 +89,8 @@ class VllmEngine:
         self._session.close()
 
     def _generate(self, groups: Sequence[SeededGroup], sampling: work.Sampling, tally: Tally) -> None:
-        flight = Flight(self._group.engine, sampling, self._model.eos_token_ids, self._model.forbidden_token_ids,
-                        sample_generators=self._sample_generators)
+        flight = Flight(vllm_internals.Requests(self._group.engine), sampling, self._model.eos_token_ids,
+                        self._model.forbidden_token_ids, sample_generators=self._sample_generators)
         self._check_lengths(groups, sampling)
         waiting = deque(groups)
         self._back_kv()

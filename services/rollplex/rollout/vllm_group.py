@@ -19,9 +19,10 @@ from rollplex.rollout.vllm_worker import Refusal
 class VllmGroup:
     """`start` and `stop`; in between `engine` is there. Owner thread only."""
 
-    def __init__(self, arguments: EngineArgs, name: str, timeout_s: float) -> None:
+    def __init__(self, arguments: EngineArgs, name: str, timeout_s: float, encoder_cache_tokens: int) -> None:
         """`name`: of the rollout process, in messages."""
         self._arguments, self._name, self._timeout_s = arguments, name, timeout_s
+        self._encoder_cache_tokens = encoder_cache_tokens
         self._engine: LLMEngine | None = None
         self._processes: list[Any] = []
 
@@ -36,7 +37,7 @@ class VllmGroup:
         return self._engine
 
     def start(self) -> None:
-        self._engine = LLMEngine.from_engine_args(self._arguments)
+        self._engine = vllm_internals.start_engine(self._arguments, self._encoder_cache_tokens)
         self._processes = vllm_internals.worker_processes(self._engine)
 
     def ask(self, method: str, *args: Any) -> list[Any]:

@@ -11,15 +11,19 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo.config
 from torch import nn
+from torch.nn import functional
 
 from rollplex.model.parallel import MAX_CTAS
 
 _MADV_DONTNEED = 4
+_ALIGNMENT = 64
+"""Columns."""
 
 
 def set_environment(collective_timeout_s: float) -> None:
@@ -67,6 +71,25 @@ def plain_linear_layers() -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = original
+
+
+def align_tower(model: nn.Module) -> None:
+    """The published towers' MLPs are 3420 wide, no multiple of 16 bytes, at which a GPU's matrix units and vLLM's gate kernel are
+    slow. Weights are filled up with zeros as they are used (26 MB, of S x 3420 x 1280 products); the parameters stay."""
+    if not on_gpu():
+        return
+    for block in model.visual.blocks:
+        if block.mlp.down_proj.weight.shape[1] % _ALIGNMENT:
+            block.mlp.forward = partial(aligned_mlp, block.mlp)
+
+
+def aligned_mlp(mlp: nn.Module, x: torch.Tensor, alignment: int = _ALIGNMENT) -> torch.Tensor:
+    """Qwen2_5_VisionMLP's forward pass of a tower that is whole on its rank: columns of zeros meet rows of zeros."""
+    missing = -mlp.down_proj.weight.shape[1] % alignment
+    weight = functional.pad(mlp.gate_up_proj.weight.unflatten(0, (2, -1)), (0, 0, 0, missing)).flatten(0, 1)
+    bias = functional.pad(mlp.gate_up_proj.bias.unflatten(0, (2, -1)), (0, missing)).flatten()
+    gated = mlp.act_fn(functional.linear(x, weight, bias))
+    return functional.linear(gated, functional.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias)
 
 
 def tensor_parallel_place() -> tuple[int, int]:
@@ -147,6 +170,16 @@ def pixels_as_given() -> dict[str, Any]:
     return {name: False} if name in EngineArgs.__dataclass_fields__ else {}
 
 
+def start_engine(arguments: Any, encoder_cache_tokens: int) -> Any:
+    """`encoder_cache_tokens`: features of media that are kept, at least; there is no argument for it. vLLM's own limit is the
+    tokens of a step or of its largest medium, which media of steps under way fill: those of the next one then wait."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    config = arguments.create_engine_config()
+    config.scheduler_config.encoder_cache_size = encoder_cache_tokens
+    return LLMEngine.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+
+
 def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tensor], media: Mapping[str, Any]) -> dict[str, Any]:
     """What `add_request` takes any number of times, as vLLM's processor would have made it, by the model's own list of fields.
 
@@ -165,6 +198,32 @@ def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tens
         {kind: [PlaceholderRange(offset=first, length=length) for _, first, length in items] for kind, items in media.items()})
 
 
+class Requests:
+    """The way in and out of vLLM's engine core past its output processor, which makes objects for each token that a user of
+    LLMEngine might want: 1.2 ms of a step of 120 samples, at which the host is decode's limit. Texts, statistics, stop strings
+    and several samples a request are what that is for."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._core = engine, engine.engine_core
+
+    def add(self, name: str, prompt: Mapping[str, Any], params: Any) -> None:
+        """`name`: no other request's, ever."""
+        process = self._engine.input_processor.process_inputs
+        self._core.add_request(process(name, prompt, params, supported_tasks=self._engine.get_supported_tasks()))
+
+    def step(self) -> list[tuple[str, list[int], list[float], str]]:
+        """(name, new tokens, their log-probabilities, why it ended or nothing) of every request that has grown or ended."""
+        grown = []
+        for output in self._core.get_output().outputs:
+            logprobs = [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+            reason = "" if output.finish_reason is None else str(output.finish_reason)
+            grown.append((output.request_id, output.new_token_ids, logprobs, reason))
+        return grown
+
+    def abort(self, names: list[str]) -> None:
+        self._core.abort_requests(names)
+
+
 def drop_caches(engine: Any) -> bool:
     """Prefix, encoder and multimodal processor caches; False when requests still hold prefix blocks.
 
@@ -179,7 +238,7 @@ def drop_caches(engine: Any) -> bool:
 def settle(engine: Any) -> None:
     """No step is under way afterwards: asynchronous scheduling is one ahead, also of an abort. Outputs are dropped."""
     while getattr(engine.engine_core.engine_core, "batch_queue", None):
-        engine.step()
+        engine.engine_core.get_output()
 
 
 def worker_processes(engine: Any) -> list[Any]:

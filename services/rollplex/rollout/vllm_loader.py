@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rollplex.core.errors import InternalError
-from rollplex.rollout.vllm_internals import plain_linear_layers, tensor_parallel_place
+from rollplex.rollout.vllm_internals import align_tower, plain_linear_layers, tensor_parallel_place
 
 if TYPE_CHECKING:
     from rollplex.engine.actor import ActorMapping
@@ -62,6 +62,7 @@ class SlabLoader(BaseModelLoader):
         with parameters_without_memory(), plain_linear_layers():
             model = super().load_model(*args, **kwargs)
         check_placed(model, model.rollplex_actor.mapping.views())
+        align_tower(model)
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:

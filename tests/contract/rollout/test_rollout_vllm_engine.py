@@ -11,6 +11,7 @@ from replica_rig import mapped_ranges
 from rollout_rig import SAMPLING, generate, tokens_of
 
 from rollplex.core.errors import BadInput
+from rollplex.rollout.vllm_options import CPU_BLOCK_TOKENS
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
 
@@ -42,6 +43,22 @@ def test_every_parameter_lies_at_its_offset_in_the_read_only_mapping(mesh, bound
     assert permissions == "r--s"
     offsets = {name: address - start for name, address in addresses(bound).items()}
     assert offsets == {name: tensor.offset_bytes for name, tensor in mesh.actor.layout.tensors.items()}
+
+
+def test_a_tower_of_an_even_width_computes_the_same(mesh, bound):
+    """What a GPU does with the published towers, on the tiny one: 128 columns filled up to 192."""
+    from rollplex.rollout.vllm_internals import aligned_mlp
+
+    def both(model):
+        mlp = model.visual.blocks[0].mlp
+        assert mlp.down_proj.weight.shape[1] == 128
+        x = torch.randn(9, 1, mlp.down_proj.weight.shape[0], generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            return mlp(x), aligned_mlp(mlp, x, 96)
+
+    ((plain, aligned),) = bound.engine._tokens._group.engine.apply_model(both)
+    assert plain.abs().max() > 1e-3
+    torch.testing.assert_close(aligned, plain)
 
 
 def test_addresses_survive_and_nothing_is_mapped_after_quiesce(mesh, bound):
@@ -101,6 +118,29 @@ def test_more_prompt_tokens_than_a_step_computes(mesh, bound):
     first = tokens_of(generate(mesh, bound, groups))
     assert len(first) == 12
     assert tokens_of(generate(mesh, bound, groups[:1])) == {key: first[key] for key in [(0, 0)]}
+
+
+def test_a_prompt_is_computed_once_for_its_group_when_media_wait_for_room(mesh, bound, monkeypatch):
+    """Media of one prompt fill the encoder cache: what precedes those of the next is computed beside it."""
+    scheduler = bound.engine._tokens._group.engine.engine_core.engine_core.scheduler
+    groups = [mesh.prompts.group("video", index, samples=4, text="Which shape moves? " * 20) for index in range(3)]
+    cache, tokens, schedule = scheduler.encoder_cache_manager, [], scheduler.schedule
+    largest = max(group.token_ids.tolist().count(mesh.oracle.config.video_token_id) for group in groups)
+    monkeypatch.setattr(cache, "cache_size", largest)
+    monkeypatch.setattr(cache, "num_free_slots", largest)
+    monkeypatch.setattr(cache, "num_freeable_slots", largest)
+
+    def counted(*args):
+        output = schedule(*args)
+        tokens.append(sum(count for count in output.num_scheduled_tokens.values() if count > 1))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", counted)
+    # Greedy: a CPU has no generator for a prompt that is computed in parts.
+    assert len(generate(mesh, bound, groups, dataclasses.replace(SAMPLING, greedy=True)).samples) == 12
+    # Of what a prompt has beyond whole blocks every sample computes its own.
+    assert len(groups[0].token_ids) > 4 * CPU_BLOCK_TOKENS
+    assert sum(tokens) <= sum(len(group.token_ids) for group in groups) + 9 * CPU_BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("changes", [{"max_response_tokens": 2048}, {"temperature": 0.001}])

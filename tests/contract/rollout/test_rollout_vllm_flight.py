@@ -16,18 +16,19 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm`
 
 
 class Engine:
-    """Answers a step late, as asynchronous scheduling does; `rows` of its requests grow at once, each `length` tokens long."""
+    """vllm_internals.Requests of an engine that answers a step late, as asynchronous scheduling does. `rows` of its requests
+    grow at once, each `length` tokens long."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.rows, self.length = rows, length
         self.waiting, self.running, self.pending = deque(), {}, None
         self.params = []
 
-    def add_request(self, request, prompt, params):
+    def add(self, request, prompt, params):
         self.waiting.append(request)
         self.params.append(params)
 
-    def abort_request(self, requests):
+    def abort(self, requests):
         self.aborted = requests
 
     def step(self):
@@ -41,9 +42,7 @@ class Engine:
         finished = self.running[request] == self.length
         if finished:
             del self.running[request]
-        token = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}],
-                                finish_reason="length" if finished else None)
-        return SimpleNamespace(request_id=request, outputs=[token], finished=finished)
+        return request, [7], [-1.0], "length" if finished else ""
 
 
 SAMPLING = work.Sampling(1.0, 9)
@@ -68,31 +67,61 @@ def kinds(flight, rows):
 
 
 def test_steps_are_prefill_until_every_sample_has_a_token():
-    # The first step is only scheduled, the second brings first tokens.
-    assert kinds(flight_of(Engine(4, 3), 4), 4) == [True, True, False, False]
+    # The first step is only scheduled, the second brings the first sample's token; the same again for the other samples.
+    assert kinds(flight_of(Engine(4, 3), 4), 4) == [True, True, True, True, False, False]
+
+
+def test_a_group_follows_its_first_sample():
+    engine = Engine(8, 3)
+    flight = flight_of(engine, 4)
+    assert len(flight) == 4
+    flight.step()
+    assert len(engine.params) == 1
+    flight.step()
+    assert len(engine.params) == 4
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_first_sample_of_one_token_keeps_none_of_its_group_waiting(samples):
+    flight = flight_of(Engine(8, 1), samples)
+    ended = []
+    while flight:
+        ended += flight.step()
+    assert sorted(sample.sample_index for sample in ended) == list(range(samples))
 
 
 def test_samples_that_wait_for_a_row_do_not_make_a_step_prefill():
-    found = kinds(flight_of(Engine(4, 3), 6), 4)
-    # Two of the six start when the first four have ended, and that is a prefill again.
-    assert found == [True, True, False, False, True, False, False]
+    found = kinds(flight_of(Engine(4, 5), 6), 4)
+    # Two of the six start when others have ended, and that is a prefill again.
+    assert found == [*[True] * 4, False, False, True, False, True, *[False] * 4]
 
 
 def test_after_an_abort_nothing_is_prefilled():
     engine = Engine(4, 3)
     flight = flight_of(engine, 4)
+    flight.step()
+    flight.step()
     flight.abort()
     assert not flight
     assert not flight.prefills(4)
     assert len(engine.aborted) == 4
 
 
+def test_an_abort_names_only_what_vllm_has():
+    engine = Engine(4, 3)
+    flight = flight_of(engine, 4)
+    flight.abort()
+    assert not flight
+    assert engine.aborted == list(engine.waiting)
+    assert len(engine.aborted) == 1
+
+
 def test_a_step_that_is_under_way_is_taken_in():
     from rollplex.rollout.vllm_internals import settle
 
     queue = deque([1, 2])
-    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(batch_queue=queue)), step=queue.pop)
-    settle(engine)
+    core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=queue), get_output=queue.pop)
+    settle(SimpleNamespace(engine_core=core))
     assert not queue
     settle(SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))))
 
@@ -155,5 +184,7 @@ def test_a_device_that_has_no_room_for_them_is_reported(worker):
     ({}, False, [0, 1]), ({"sample_generators": False}, False, [None, None]), ({"sample_generators": False}, True, [0, 1])])
 def test_samples_have_generators_of_their_own_unless_they_are_told_to_share(options, deterministic, seeds):
     engine = Engine(4, 3)
-    flight_of(engine, 4, work.Sampling(1.0, 9, deterministic=deterministic), **options)
+    flight = flight_of(engine, 4, work.Sampling(1.0, 9, deterministic=deterministic), **options)
+    flight.step()
+    flight.step()
     assert [params.seed for params in engine.params][::2] == seeds
