@@ -115,7 +115,7 @@ def list_samples(run: str, iteration: int, *, validation: bool = False) -> Call[
 
 
 def register_reward(name: str, address: str, *, weight: float = 1.0, timeout_s: float = 30.0,
-                    retries: int = 2) -> Call[results.Reward]:
+                    retries: int = 6) -> Call[results.Reward]:
     """Adds or replaces a reward; it counts from the next iteration. `timeout_s` is one request's. Raises BadInput."""
     reward = pb.RewardRegistration(name=name, address=address, weight=weight, timeout_s=timeout_s, retries=retries)
     return Call("RegisterReward", pb.RegisterRewardRequest(reward=reward),

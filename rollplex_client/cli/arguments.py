@@ -198,6 +198,6 @@ def _add_reward_commands(actions: argparse._SubParsersAction, add) -> None:
     new.add_argument("address", metavar="ADDRESS", help="unix:/path or host:port")
     new.add_argument("--weight", type=float, default=1.0)
     new.add_argument("--reward-timeout", type=float, default=30.0, metavar="SECONDS", help="of one request")
-    new.add_argument("--retries", type=int, default=2)
+    new.add_argument("--retries", type=int, default=6)
     add("remove", "reward_commands:remove", "Take a reward out.", actions).add_argument("name", metavar="NAME")
     add("list", "reward_commands:list_rewards", "Registered rewards and whether they answer.", actions)

@@ -216,10 +216,14 @@ def main() -> None:
     parsed = arguments("watchdog", "Ends processes of a mesh that are stopped or hang.").parse_args()
     mesh: MeshSection = load_sections(parsed.config, parsed.overrides, {"mesh": MeshSection})["mesh"]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s watchdog %(levelname)s %(message)s")
-    with listen(mesh.watchdog_socket) as listener:
-        log.info("stopped processes are killed after %g s, silent ones after %g s; 0: never", mesh.stall_timeout_s,
-                 mesh.hang_timeout_s)
-        Watchdog(mesh, os.getppid(), supervised(mesh.runtime_dir)).run(listener)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with listen(mesh.watchdog_socket) as listener:
+            log.info("stopped processes are killed after %g s, silent ones after %g s; 0: never", mesh.stall_timeout_s,
+                     mesh.hang_timeout_s)
+            Watchdog(mesh, os.getppid(), supervised(mesh.runtime_dir)).run(listener)
+    finally:
+        mesh.watchdog_socket.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

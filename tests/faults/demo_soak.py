@@ -32,7 +32,7 @@ START_S = 600.0
 
 class DemoSoak:
     def __init__(self, out: Path, runtime_dir: Path, seed: int, stops: float) -> None:
-        self._metrics, self._supervisor = out / "metrics.jsonl", Supervisor(runtime_dir)
+        self._metrics, self._runtime_dir = out / "metrics.jsonl", runtime_dir
         self._random, self._stops = random.Random(seed), stops
         self.deaths: dict[str, int] = {}
 
@@ -46,7 +46,7 @@ class DemoSoak:
     def whole(self) -> dict[str, Process]:
         """All services, or nothing while one is not back."""
         try:
-            found = {process.name: process for process in self._supervisor.processes()}
+            found = {process.name: process for process in Supervisor(self._runtime_dir).processes()}
         except RollplexError:
             return {}
         settled = all(process.state == "RUNNING" and process.uptime_s > SETTLED_S for process in found.values())

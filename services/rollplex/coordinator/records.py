@@ -184,7 +184,7 @@ class RewardRegistration:
     address: str
     weight: float = 1.0
     timeout_s: float = 30.0
-    retries: int = 2
+    retries: int = 6
 
 
 def iteration_from_json(body: dict[str, Any]) -> Iteration:

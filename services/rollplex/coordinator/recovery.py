@@ -56,6 +56,7 @@ class Recovery:
         self._waiting = 0
         self._back_at_s = 0.0
         """When something that was lost was last back; time.monotonic."""
+        self._spared: dict[EngineGroup, tuple[Loss, RollplexError]] = {}
 
     async def survive(self, group: EngineGroup | None, action: Callable[[], Awaitable[T]], *,
                       redo: Callable[[], Awaitable[None]] | None = None, what: Callable[[], str] = lambda: "its work",
@@ -96,11 +97,20 @@ class Recovery:
         try:
             return await action()
         except RollplexError as error:
-            if await _loss_of(group, error) is None:
+            loss = await _loss_of(group, error)
+            if loss is None:
                 raise
+            self._spared[group] = loss, error
             self._emit(Note("warning", "SERVICE_LOST", f"{_lost_name(group, error)} was lost in {self._mesh.phase.name}, where "
                                                        f"the iteration goes on without it: {error}"))
             return None
+
+    async def spared_back(self) -> list[EngineGroup]:
+        """Waits for the groups that were spared so far. A stopped process keeps what it holds until it is ended."""
+        spared, self._spared = self._spared, {}
+        for group, (loss, error) in spared.items():
+            await self._wait(group, loss, error, "leaving what it held")
+        return list(spared)
 
     async def within(self, action: Awaitable[T]) -> T:
         """A phase's work, in the phase's time; that begins anew when a lost service is back. Raises DeadlineExceeded."""

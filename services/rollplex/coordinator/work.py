@@ -16,6 +16,7 @@ from rollplex.coordinator.recovery import Recovery
 from rollplex.coordinator.rewards import RewardDesk
 from rollplex.coordinator.timeline import Timeline
 from rollplex.core.config import RunConfig
+from rollplex.core.errors import InternalError
 from rollplex.core.phases import Phase, PhaseEvent, next_phase
 
 
@@ -73,8 +74,19 @@ class IterationWork:
             self.metrics[name] = self.metrics.get(name, 0.0) + value / self.batch_count
 
     async def move(self, event: PhaseEvent) -> None:
-        """Through a barrier: the table says where to, the broker checks what is held."""
+        """Through a barrier: the table says where to, the broker checks what is held. What a lost service that was left behind
+        still holds is waited out."""
         self.phase = next_phase(self.phase, event)
+        try:
+            await self._enter()
+        except InternalError as error:
+            if error.reason != "RESIDENCY_VIOLATED" or not (groups := await self.recovery.spared_back()):
+                raise
+            for group in groups:
+                await self.mesh.let_go(group, self.place(), leave_snapshot=False)
+            await self._enter()
+
+    async def _enter(self) -> None:
         await self.recovery.survive(None, lambda: self.mesh.enter_phase(
             self.run.name, self.key.iteration, self.phase, self.needs), what=lambda: f"entering {self.phase.name}")
 

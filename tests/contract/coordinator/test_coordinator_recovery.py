@@ -14,6 +14,7 @@ from rollplex.coordinator import peers, ranks, recovery
 from rollplex.coordinator.records import IterationState, Note
 from rollplex.coordinator.recovery import LOSSES
 from rollplex.core.errors import InternalError, OutOfMemory, Unavailable, WrongState
+from rollplex.core.phases import Phase
 
 TWO_UPDATES = {"loss": {"kl_coef": 0.1}, "optimizer": {"updates_per_iteration": 2}, "deterministic": True,
                "sampling": {"samples_per_group": 4}, "recovery_timeout_s": 20.0}
@@ -276,6 +277,26 @@ async def test_what_would_fail_again_is_not_tried_again(mesh, error):
     assert failed.state is IterationState.FAILED
     assert mesh.trainer.calls.count("train_suffix") == 1
     assert await notes(mesh, "SERVICE_LOST") == []
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_what_a_lost_service_still_holds_is_waited_out(mesh, lost):
+    """A stopped process keeps its connection, and with it what it has reported, until it is ended."""
+    await open_run(mesh)
+    if lost:
+        Killer(mesh, mesh.rollout, "quiesce")
+    enter, refused = mesh.coordinator.mesh.enter_phase, []
+
+    async def held(run, iteration, phase, *needs):
+        await enter(run, iteration, phase, *needs)
+        if phase is Phase.SUFFIX and not refused:
+            refused.append(phase)
+            raise InternalError("the residency contract is violated: rollout_kv", reason="RESIDENCY_VIOLATED")
+
+    mesh.coordinator.mesh.enter_phase = held
+    ended = await mesh.finished(await submit(mesh))
+    assert refused and ended.state is (IterationState.DONE if lost else IterationState.FAILED)
+    assert lost or ended.error.reason == "RESIDENCY_VIOLATED"
 
 
 async def test_a_broker_that_is_away_is_waited_for(mesh):
