@@ -19,7 +19,7 @@ cd "$root"
 tests="$python -m pytest -rA -p no:cacheprovider"
 
 if [ "$device" = cpu ]; then
-    export OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS=1 ROLLPLEX_TRY_ON_CPU=1
     job="--shape tiny --prompt-tokens 160 --groups 2 --samples 2 --response-tokens 6 --max-response-tokens 12 --iterations 2"
     wanted exact && part exact 120 $tests -m "not gpu" tests/gpu/test_gpu_exactness.py
     wanted replay && part replay 300 $tests -m "not gpu" tests/gpu/test_gpu_replay.py

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import figure
+from figures import ON_CPU, figure
 from runs import distance, iterate, weights_of
 from supervised_mesh import ENGINES, Once, SupervisedMesh, supervised_mesh
 
@@ -55,7 +55,7 @@ class Variant:
 
 
 def variant(devices: str, engine: str, sharing: str = "time-slice"):
-    made, marks = Variant(devices, engine, sharing), []
+    made, marks = Variant(devices, engine, sharing), [ON_CPU]
     if devices == "cuda":
         lacking = ("no CUDA device" if not torch.cuda.is_available() else
                    "vLLM is not installed here" if engine == "vllm" and importlib.util.find_spec("vllm") is None else

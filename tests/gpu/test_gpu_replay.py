@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from figures import figure
+from figures import ON_CPU, figure
 from hand_mesh import HandMesh
 from runs import BASE, distance, iterate, mixed, weights_of
 from slab_hashes import SlabHashes
@@ -25,7 +25,7 @@ from rollplex_client import prompt_from_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
-DEVICES = ["host", GPU]
+DEVICES = [pytest.param("host", marks=ON_CPU), GPU]
 SUPPORT = Path(__file__).parents[1] / "support"
 ITERATIONS = 3
 SERVICES = ("trainer-0", "reference-0", "rollout-0", "broker", "coordinator")

@@ -7,6 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+ON_CPU = pytest.mark.skipif("ROLLPLEX_TRY_ON_CPU" not in os.environ,
+                            reason="minutes, for what other tests show on CPUs: `benchmarks/gpu/prove.sh - OUT --device cpu`")
+"""For what is only tried on a CPU, so that it works on a GPU."""
+
 
 def figure(what: str, **values: Any) -> None:
     """What was measured, in words, and its numbers with what they depend on."""
