@@ -47,7 +47,11 @@ def serve():
     listener.listen()
     while True:
         with listener.accept()[0] as client:
-            command = client.recv(1000).decode().strip()
+            client.settimeout(1.0)
+            try:
+                command = client.recv(1000).decode().strip()
+            except TimeoutError:
+                continue
             if not command:  # whoever asked has ended meanwhile
                 continue
             with (logs / "commands").open("a") as file:
