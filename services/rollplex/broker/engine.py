@@ -210,9 +210,10 @@ class Custody:
             self.ledger.note_unexplained(self.budget.unexplained(held, readings))
             ours = {session.pid for session in self.sessions.by_secret.values()}
             growth = self.budget.check_growth(run or self.ledger.run, self.ledger.phase, held, readings, ours)
-            self.ledger.enter(run, iteration, phase, relaxed, growth)
+            violations = self.ledger.enter(run, iteration, phase, relaxed, growth)
+        else:
+            violations = self.ledger.enter(run, iteration, phase)
         self._phase_order = order
-        violations = self.ledger.violations
         self._vault.note(*records.phase(self.ledger))
         crash_point("broker.phase.entered")
         return violations

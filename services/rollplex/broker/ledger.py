@@ -51,6 +51,10 @@ class LedgerBook:
     """Of the phase that ended last, and of reports in the one that began then."""
     relaxed: tuple[str, ...] = ()
     """Classes that this run keeps in HBM in every phase."""
+    ended: tuple[Phase, frozenset[str]] | None = None
+    """The phase that ended last, and the classes that might be in HBM then; None with a broker that took over since."""
+    found: tuple[str, ...] = ()
+    """Violations that were handed in with it."""
 
     def add(self, slab: Slab) -> None:
         key = _key(slab)
@@ -81,14 +85,15 @@ class LedgerBook:
         """Begins a phase. All that is held is checked against the contract of the one that ends, and what engines said last
         that they hold against that of the one that begins: they were told to let go before. `found` goes with what that shows.
 
-        The same phase again (a retried call) gives the same answer.
+        The same phase again gives the same answer, less what has been given back since.
         """
         if self.is_at(run, iteration, phase):
+            self._take_back_settled()
             return self.violations
         # What a run kept from its beginning may also be there when it ends, or when the next one begins.
-        allowed = {*self.relaxed, *relaxed}
-        self.violations = (*check(self.phase, self._holdings(), allowed),
-                           *check(phase, self._reported_holdings(), allowed), *found)
+        self.ended = self.phase, frozenset((*self.relaxed, *relaxed))
+        self.found = tuple(found)
+        self.violations = (*self._held_wrongly(phase), *found)
         if run:
             self.relaxed = relaxed
         if run and run != self.run:
@@ -97,6 +102,17 @@ class LedgerBook:
         for key in {*self.accounts, *(_key(entry) for entry in self._reported())}:
             self._raise_peak(key)
         return self.violations
+
+    def _held_wrongly(self, begun: Phase) -> list[str]:
+        ended, allowed = self.ended
+        return [*check(ended, self._holdings(), allowed), *check(begun, self._reported_holdings(), allowed)]
+
+    def _take_back_settled(self) -> None:
+        """Nothing is added: what engines took since, they took for the phase that began."""
+        if self.ended is None:
+            return
+        still = {*self._held_wrongly(self.phase), *self.found}
+        self.violations = tuple(text for text in self.violations if text in still)
 
     def rows(self, run: str = "") -> tuple[LedgerRow, ...]:
         """Now. Reports carry no run: they belong to the one whose phase it is."""

@@ -15,6 +15,8 @@ from rollplex.coordinator.records import IterationState, Note
 from rollplex.coordinator.recovery import LOSSES
 from rollplex.core.errors import InternalError, OutOfMemory, Unavailable, WrongState
 from rollplex.core.phases import Phase
+from rollplex.core.work import ResidencyEntry
+from rollplex.memory.client import BrokerSession
 
 TWO_UPDATES = {"loss": {"kl_coef": 0.1}, "optimizer": {"updates_per_iteration": 2}, "deterministic": True,
                "sampling": {"samples_per_group": 4}, "recovery_timeout_s": 20.0}
@@ -283,20 +285,28 @@ async def test_what_would_fail_again_is_not_tried_again(mesh, error):
 async def test_what_a_lost_service_still_holds_is_waited_out(mesh, lost):
     """A stopped process keeps its connection, and with it what it has reported, until it is ended."""
     await open_run(mesh)
+    stopped = await asyncio.to_thread(BrokerSession.connect, mesh.trainer.mesh.address("broker"),
+                                      mesh.trainer.mesh.handle_socket, process="rollout-9", role="rollout")
     if lost:
         Killer(mesh, mesh.rollout, "quiesce")
     enter, refused = mesh.coordinator.mesh.enter_phase, []
 
-    async def held(run, iteration, phase, *needs):
-        await enter(run, iteration, phase, *needs)
+    async def ended_when_refused(run, iteration, phase, *needs):
         if phase is Phase.SUFFIX and not refused:
-            refused.append(phase)
-            raise InternalError("the residency contract is violated: rollout_kv", reason="RESIDENCY_VIOLATED")
+            kept = ResidencyEntry("rollout_kv", "rollout", "host:0", "hbm", 7, 7)
+            await asyncio.to_thread(stopped.report_residency, [kept])
+        try:
+            await enter(run, iteration, phase, *needs)
+        except InternalError as error:
+            refused.append(error.reason)
+            await asyncio.to_thread(stopped.close)
+            raise
 
-    mesh.coordinator.mesh.enter_phase = held
+    mesh.coordinator.mesh.enter_phase = ended_when_refused
     ended = await mesh.finished(await submit(mesh))
-    assert refused and ended.state is (IterationState.DONE if lost else IterationState.FAILED)
-    assert lost or ended.error.reason == "RESIDENCY_VIOLATED"
+    await asyncio.to_thread(stopped.close)
+    assert refused == ["RESIDENCY_VIOLATED"]
+    assert ended.state is (IterationState.DONE if lost else IterationState.FAILED)
 
 
 async def test_a_broker_that_is_away_is_waited_for(mesh):

@@ -70,6 +70,19 @@ def test_violations_of_the_phase_that_ended(book):
     assert book.enter("r", 1, Phase.OVERLAP) == ()
 
 
+def test_a_violation_goes_with_who_held_it_and_none_comes_meanwhile(book):
+    kv = ResidencyEntry("rollout_kv", "rollout", "cuda:0", "hbm", 7, 7)
+    book.report("rollout-0#1", (kv,))
+    wrong = "rollout_kv: 7 bytes hbm on cuda:0 in phase suffix"
+    assert book.enter("r", 0, Phase.SUFFIX, found=("grown",)) == (wrong, "grown")
+    book.report("trainer-0#2", (ResidencyEntry("optimizer_state", "trainer", "cuda:0", "hbm", 9, 9),))
+    assert book.enter("r", 0, Phase.SUFFIX) == (wrong, "grown")
+    book.forget("rollout-0#1")
+    assert book.enter("r", 0, Phase.SUFFIX) == ("grown",)
+    book.report("rollout-0#3", (kv,))
+    assert book.enter("r", 0, Phase.SUFFIX) == ("grown",)
+
+
 def test_what_engines_report_must_suit_the_phase_that_begins(book):
     """Slabs are judged at the end of a phase only: what may be parked has until then to go."""
     kept = ResidencyEntry("boundary_trainer", "trainer", "cuda:0", "hbm", 5, 5)
