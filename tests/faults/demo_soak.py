@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rollplex.core.errors import RollplexError
 from rollplex_client.chaos.soak import PAUSE_S, resident_bytes
@@ -38,10 +39,15 @@ class DemoSoak:
 
     @property
     def iterations(self) -> int:
-        """Done by the demo's main run."""
+        """Done by the demo's main run, validations not counted."""
+        return len(self._trained())
+
+    def _trained(self) -> list[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError):
-            return sum(json.loads(line).get("kind", "train") == "train" for line in self._metrics.read_text().splitlines())
-        return 0
+            # A line that is being written is none yet.
+            rows = map(json.loads, self._metrics.read_text().rpartition("\n")[0].splitlines())
+            return [row for row in rows if row["state"] == "done" and not row["validation"]]
+        return []
 
     def whole(self) -> dict[str, Process]:
         """All services, or nothing while one is not back."""
@@ -79,6 +85,7 @@ class DemoSoak:
         with contextlib.suppress(TimeoutError):
             _until(lambda: bool(self.whole()), demo, START_S)
         return {"minutes": minutes, "iterations": self.iterations - first, "lost": int(demo.poll() is not None),
+                "without_update": sum(row["metrics"]["rollplex/update_skipped"] > 0 for row in self._trained()[first:]),
                 "deaths": dict(sorted(self.deaths.items())), "deaths_total": sum(self.deaths.values()),
                 "rss_mib_start": start, "rss_mib_end": self.memory()}
 

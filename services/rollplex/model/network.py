@@ -28,8 +28,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class WholeLinear(nn.Module):
-    """In place of Megatron-Core's where there is one rank: as many kernels, a third of the host's time (a layer of 3B takes an
-    H200 about a millisecond, and the host behind Megatron's modules longer)."""
+    """In place of Megatron-Core's where there is one rank: the same products without its modules' Python, which was a quarter of
+    what a suffix's layer cost the host; an H200 had to wait for it (3B)."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
