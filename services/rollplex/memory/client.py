@@ -267,6 +267,9 @@ class BrokerSession:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
+            # A stopped broker: its socket takes the request in, and nobody reads it.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise Unavailable(f"the broker: no answer within {self._timeout_s:g} s", reason="BROKER_SILENT") from error
             raise error_from_rpc(error) from error
 
     def _call(self, work: Callable[[HandleConnection], T], failed: HandleConnection | None = None) -> T:

@@ -192,6 +192,17 @@ def test_a_stopped_keeper_does_not_hold_up_leases(node):
     session.create("later", object_class="optimizer_state", size_bytes=10)
 
 
+def test_a_stopped_broker_is_said_to_be_silent(mesh):
+    session = mesh.session(timeout_s=1.0)
+    slab = fill(session, "s", 5)
+    mesh.broker.send_signal(signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="the broker: no answer within 1 s") as caught:
+        session.ledger()
+    assert caught.value.reason == "BROKER_SILENT"
+    mesh.broker.send_signal(signal.SIGCONT)
+    assert session.list_slabs() == (slab,)
+
+
 def test_deleted_slabs_do_not_come_back(mesh):
     session = mesh.session()
     fill(session, "s", 1)

@@ -309,7 +309,8 @@ async def test_what_a_lost_service_still_holds_is_waited_out(mesh, lost):
     assert ended.state is (IterationState.DONE if lost else IterationState.FAILED)
 
 
-async def test_a_broker_that_is_away_is_waited_for(mesh):
+@pytest.mark.parametrize("reason", ["HANDLE_SOCKET_DOWN", "BROKER_SILENT"])
+async def test_a_broker_that_is_away_is_waited_for(mesh, reason):
     await open_run(mesh)
     session, asked = mesh.coordinator.mesh._session, []
     enter_phase = session.enter_phase
@@ -317,7 +318,7 @@ async def test_a_broker_that_is_away_is_waited_for(mesh):
     def away_once(*arguments):
         asked.append(arguments)
         if len(asked) == 2:
-            raise Unavailable("the connection was lost", reason="HANDLE_SOCKET_DOWN")
+            raise Unavailable("the connection was lost", reason=reason)
         return enter_phase(*arguments)
 
     session.enter_phase = away_once
