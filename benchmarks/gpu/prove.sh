@@ -4,9 +4,10 @@
 #   sh benchmarks/gpu/prove.sh BUNDLE OUT [--device cpu] [PART...]
 # BUNDLE as in run.sh. Parts, in this order: exact prompts replay kills kills-vllm update ablations (all of them by default), and on
 # demand kills-time-slice. $ROLLPLEX_LIMIT_S bounds the whole (default 540 s): what has no time left is skipped, so give a call few
-# parts. --device cpu tries what a CPU can do.
+# parts. $ROLLPLEX_HOST_GIB (110): what slabs may take of the host in `ablations`, which needs 93. --device cpu tries what a CPU
+# can do.
 set -eu
-[ $# -ge 2 ] || { sed -n '2,8s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# //p' "$0" >&2; exit 2; }
 bundle=$1 out=$2 device=cuda
 shift 2
 [ "${1:-}" = --device ] && { device=$2; shift 2; }
@@ -37,5 +38,5 @@ wanted kills && part kills 420 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-mps
 wanted kills-vllm && part kills-vllm 500 $gpu tests/gpu/test_gpu_mesh.py -k cuda-vllm
 wanted kills-time-slice && part kills-time-slice 300 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-time-slice
 wanted update && part update 200 "$python" benchmarks/kernels/update_peak.py --out "$out/update.json"
-wanted ablations && part ablations 520 "$python" benchmarks/gpu/ablations.py --shape 3b --groups 16 --samples 8 --iterations 2 --kl-coef 0.04 --work "$work" --out "$out/ablations"
+wanted ablations && part ablations 520 "$python" benchmarks/gpu/ablations.py --shape 3b --groups 16 --samples 8 --iterations 2 --kl-coef 0.04 --host-gib "${ROLLPLEX_HOST_GIB:-110}" --work "$work" --out "$out/ablations"
 exit 0

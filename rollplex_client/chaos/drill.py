@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from rollplex.core.crash_points import POINTS
+from rollplex.core.crash_points import POINTS, process_state
 from rollplex.core.errors import RollplexError
 from rollplex_client.chaos import leaks
 from rollplex_client.chaos.cells import UNREACHED, Cell
 from rollplex_client.chaos.rig import POLL_S, Ended, Rig
+from rollplex_client.cli.watchdog import CONTINUED
 from rollplex_client.results import IterationHandle
 
 REFERENCE_ITERATIONS = 12
@@ -96,21 +97,29 @@ class Drill:
         unreached = [point for point in orders if not rig.disarm(point)]
         if unreached:
             return Outcome.UNREACHED, ", ".join(unreached)
-        now = self._replaced(cell.victim, pids[cell.victim])
-        if now[cell.victim] == pids[cell.victim]:
+        lives_on = cell.action == "stop" and cell.victim in CONTINUED
+        now = self._settled(cell.victim, pids[cell.victim], lives_on)
+        if not lives_on and now[cell.victim] == pids[cell.victim]:
             return Outcome.FAILED, f"{cell.victim} is still process {pids[cell.victim]}"
-        bystanders = [name for name, pid in pids.items() if now[name] != pid and name not in self._may_die(cell)]
+        if lives_on and process_state(now[cell.victim]) == "T":
+            return Outcome.FAILED, f"{cell.victim} is still stopped"
+        may_die = self._may_die(cell) - ({cell.victim} if lives_on else set())
+        bystanders = [name for name, pid in pids.items() if now[name] != pid and name not in may_die]
         if bystanders:
             return Outcome.FAILED, f"also restarted: {', '.join(bystanders)}"
         leaked = self.leaks(now)
         return (Outcome.FAILED, "; ".join(leaked)) if leaked else (Outcome.SURVIVED, "")
 
-    def _replaced(self, victim: str, former: int) -> dict[str, int]:
-        """The whole mesh's pids. One that was stopped as the iteration ended is noticed later than that."""
+    def _settled(self, victim: str, former: int, lives_on: bool) -> dict[str, int]:
+        """The whole mesh's pids, with the victim replaced or, where it `lives_on`, continued. One that was stopped as the
+        iteration ended is noticed later than that."""
         deadline = time.monotonic() + REPLACED_TIMEOUT_S
-        while (now := self.rig.wait_whole())[victim] == former and time.monotonic() < deadline:
+        while True:
+            now = self.rig.wait_whole()
+            settled = process_state(former) != "T" if lives_on else now[victim] != former
+            if settled or time.monotonic() >= deadline:
+                return now
             time.sleep(POLL_S)
-        return now
 
     @staticmethod
     def _may_die(cell: Cell) -> set[str]:

@@ -3,8 +3,9 @@
 No deadline of a caller helps against a process that is stopped and keeps its sockets, leases and mappings. This program, which
 the supervisor runs beside the services, looks at every descendant of the supervisor, rank workers included: one that has been
 stopped for `mesh.stall_timeout_s` is killed, and so is a service that has served and whose gRPC health has not answered for
-`mesh.hang_timeout_s`. A process that a debugger holds is traced, not stopped, and left alone. What starts has time without end:
-who waits for a start has a deadline of their own.
+`mesh.hang_timeout_s`. The keeper and the supervisor are continued instead: what they hold, nobody else may have. A process that
+a debugger holds is traced, not stopped, and left alone. What starts has time without end: who waits for a start has a deadline
+of their own.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ log = logging.getLogger("watchdog")
 LONGEST_LOOK_S = 1.0
 """Between two looks; a quarter of the timeout where that is shorter."""
 HEALTH_TIMEOUT_S = 5.0
+CONTINUED = ("keeper",)
+"""Killed while the broker is being restarted, a keeper would take all slabs along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +164,9 @@ class Watchdog:
         below = descendants(self._root, processes)
         root = [processes[self._root]] if self._root in processes else []
         for process in self._stalls.overdue([*below, *root], now_s):
-            # A supervisor that was killed would leave everything without one: it is continued, whoever stopped it.
-            number = signal.SIGCONT if process.pid == self._root else signal.SIGKILL
             name = self._known_names().get(process.pid, f"a child of {process.parent}")
+            # A supervisor that was killed would leave everything without one: it is continued, whoever stopped it.
+            number = signal.SIGCONT if process.pid == self._root or name in CONTINUED else signal.SIGKILL
             if kill(process.identity, number):
                 log.error("%s (pid %d) has been stopped for %g s: %s", name, process.pid, self._mesh.stall_timeout_s, number.name)
         if self._mesh.hang_timeout_s and now_s - self._asked_s >= self._ask_s:
@@ -219,8 +222,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with listen(mesh.watchdog_socket) as listener:
-            log.info("stopped processes are killed after %g s, silent ones after %g s; 0: never", mesh.stall_timeout_s,
-                     mesh.hang_timeout_s)
+            log.info("stopped processes are killed (%s: continued) after %g s, silent ones after %g s; 0: never",
+                     ", ".join(CONTINUED), mesh.stall_timeout_s, mesh.hang_timeout_s)
             Watchdog(mesh, os.getppid(), supervised(mesh.runtime_dir)).run(listener)
     finally:
         mesh.watchdog_socket.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,7 @@ def main() -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 demo.wait(60)
             demo.kill()
+            shutil.copytree(Path(folder) / "logs", arguments.out / "logs", dirs_exist_ok=True)
     (arguments.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(bool(found["lost"]))

@@ -184,6 +184,15 @@ def test_who_is_stopped_late_is_waited_for(rig, drill, monkeypatch):
     assert len(looks) == 4
 
 
+@pytest.mark.parametrize(("replaced", "state", "reason"), [
+    (set(), "S", ""), (set(), "T", "keeper is still stopped"), ({"keeper"}, "S", "also restarted: keeper")])
+def test_a_stopped_keeper_is_to_go_on(rig, drill, monkeypatch, replaced, state, reason):
+    monkeypatch.setattr(drills, "process_state", lambda pid: state)
+    rig.replaced = replaced
+    verdict = drill.run(Cell(CELL.point, "keeper", "stop"))
+    assert (verdict.outcome is Outcome.SURVIVED, verdict.reason) == (not reason, reason)
+
+
 def test_after_a_failure_the_next_cell_has_a_run_of_its_own(rig, drill):
     drill.run(CELL)
     rig.weights = "others"

@@ -58,7 +58,8 @@ def _frames() -> list[bytes]:
 
 def _keeper() -> list[bytes]:
     messages = ({"op": "put", "name": "slab/a", "metadata": {"size": 5}}, {"op": "drop", "name": "slab/a"}, {"op": "take_all"},
-                {"op": "reset"}, {"op": "put", "name": [], "metadata": {}}, {"op": "put", "name": "a", "metadata": 5})
+                {"op": "refill"}, {"op": "refilled"}, {"op": "put", "name": [], "metadata": {}},
+                {"op": "put", "name": "a", "metadata": 5})
     lines = [flag + json.dumps(message).encode() for message in messages for flag in (b"0", b"1")]
     return [*lines, b"\n".join(lines[:4]), b"\n".join(lines[4:8])]
 

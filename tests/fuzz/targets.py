@@ -113,7 +113,7 @@ def keeper_frames(data: bytes) -> None:
         if ours.fileno() >= 0:
             keeper._close(ours)
         theirs.close()
-        for name, (metadata, _) in list(keeper._records.items()):
+        for name, (metadata, _, _) in list(keeper._records.items()):
             assert isinstance(name, str) and isinstance(metadata, dict)
             keeper._drop(name)
 

@@ -21,12 +21,14 @@ log = logging.getLogger("keeper")
 SEND_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.1
 NAMED = ("put", "drop")
-OPERATIONS = (*NAMED, "take_all", "reset")
+OPERATIONS = (*NAMED, "take_all", "refill", "refilled")
 
 
 class Keeper:
     def __init__(self, path: Path) -> None:
-        self._records: dict[str, tuple[dict, int | None]] = {}
+        self._records: dict[str, tuple[dict, int | None, int]] = {}
+        """Metadata, descriptor, and the refill that it came in."""
+        self._refills = 0
         self._listener = listen(path)
         self._connections: dict[int, socket.socket] = {}
         self._poll = select.poll()
@@ -70,16 +72,19 @@ class Keeper:
         if op == "put":
             crash_point("keeper.put.received")
             self._drop(message["name"])
-            self._records[message["name"]] = message["metadata"], fd
+            self._records[message["name"]] = message["metadata"], fd, self._refills
             crash_point("keeper.put.stored")
         elif op == "drop":
             self._drop(message["name"])
             crash_point("keeper.drop.done")
+        elif op == "refilled":
+            for name in [name for name, (_, _, refill) in self._records.items() if refill < self._refills]:
+                self._drop(name)
         else:
             self._own(connection)
-            for name in list(self._records) if op == "reset" else ():
-                self._drop(name)
-            for name, (metadata, kept) in self._records.items() if op == "take_all" else ():
+            # Nothing is dropped yet: the broker may die before it has handed over what replaces it.
+            self._refills += op == "refill"
+            for name, (metadata, kept, _) in self._records.items() if op == "take_all" else ():
                 send_frame(connection, {"name": name, "metadata": metadata}, kept)
         send_frame(connection, {"ok": True, "records": len(self._records)})
 
@@ -94,7 +99,7 @@ class Keeper:
                 self._close(other)
 
     def _drop(self, name: str) -> None:
-        _, fd = self._records.pop(name, ({}, None))
+        _, fd, _ = self._records.pop(name, ({}, None, 0))
         if fd is not None:
             os.close(fd)
 

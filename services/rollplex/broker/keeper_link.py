@@ -206,11 +206,12 @@ class KeeperLink:
                 delay_s = min(2 * delay_s, LAST_RETRY_S)
         self._sock.setblocking(False)
         self._up.set()
-        self._send({"op": "reset"}, None, None)
+        self._send({"op": "refill"}, None, None)
         kept = 0
         for record in everything():
             self.note(*record)
             kept += 1
+        self._send({"op": "refilled"}, None, None)
         log.warning("the keeper is back and was given %d records", kept)
 
     async def _back_off(self, delay_s: float) -> None:

@@ -285,8 +285,8 @@ class MeshSection:
     """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
     `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
     stall_timeout_s: float = 10.0
-    """How long a process of the mesh may be stopped (SIGSTOP) before the watchdog kills it, and it is started again; one that a
-    debugger has stopped is left alone. 0: for ever."""
+    """How long a process of the mesh may be stopped (SIGSTOP) before the watchdog kills it, and it is started again; the keeper
+    is continued, and one that a debugger has stopped left alone. 0: for ever."""
     hang_timeout_s: float = 120.0
     """How long a service that has served may leave its gRPC health unanswered before the watchdog kills it; an engine may hold
     the interpreter while it compiles. 0: for ever."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rollplex.broker.keeper_link import KeeperLink
 from rollplex.core.errors import Aborted, NotFound, Unavailable
 from rollplex.core.leases import LeaseMode
 from rollplex.core.phases import Phase
@@ -17,6 +18,7 @@ from rollplex.core.placement import Placement
 from rollplex.core.work import ResidencyEntry
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
+from rollplex.rpc.handles import connect, recv_frame, send_frame
 
 READ, WRITE = LeaseMode.READ, LeaseMode.WRITE
 ACTOR = "runs/r/actor/host"
@@ -192,9 +194,53 @@ def test_a_stopped_keeper_does_not_hold_up_leases(node):
     session.create("later", object_class="optimizer_state", size_bytes=10)
 
 
+def test_a_broker_that_is_killed_while_its_keeper_is_stopped_finds_everything_once_it_goes_on(mesh):
+    session = mesh.session()
+    slab = fill(session, "s", 6)
+    mesh.keeper.send_signal(signal.SIGSTOP)
+    kill(mesh.broker)
+    mesh.start_broker()
+    time.sleep(1.0)
+    assert mesh.broker.poll() is None
+    mesh.keeper.send_signal(signal.SIGCONT)
+    assert session.list_slabs() == (slab,)
+    assert content(session, "s") == bytes([6]) * 1000
+
+
+def test_a_refill_that_breaks_off_loses_nothing(node):
+    node.start_keeper()
+    node.await_keeper()
+
+    def asked(sock, op, *, name="", fd=None):
+        send_frame(sock, {"op": op, **({"name": name, "metadata": {}} if op == "put" else {})}, fd)
+        return recv_frame(sock)[0]["records"]
+
+    def put(sock, name):
+        fd = os.memfd_create(name)
+        try:
+            return asked(sock, "put", name=name, fd=fd)
+        finally:
+            os.close(fd)
+
+    with connect(node.directory / "keeper.sock", timeout_s=5.0) as first:
+        assert [put(first, name) for name in ("slab/a", "slab/b")] == [1, 2]
+        assert asked(first, "refill") == 2
+        assert put(first, "slab/c") == 3
+    with connect(node.directory / "keeper.sock", timeout_s=5.0) as second:
+        assert asked(second, "refill") == 3
+        assert [put(second, name) for name in ("slab/b", "slab/d")] == [3, 4]
+        assert asked(second, "refilled") == 2, "what the broker no longer has is gone once it has said all"
+    link = KeeperLink(node.directory / "keeper.sock", timeout_s=5.0)
+    kept = link.adopt()
+    for _, _, fd in kept:
+        os.close(fd)
+    assert sorted(name for name, _, _ in kept) == ["slab/b", "slab/d"]
+
+
 def test_a_stopped_broker_is_said_to_be_silent(mesh):
-    session = mesh.session(timeout_s=1.0)
-    slab = fill(session, "s", 5)
+    slab = fill(mesh.session(), "s", 5)
+    session = mesh.session("reference-0", "reference", timeout_s=1.0)
+    session.ledger()  # from here on there is a connection, which takes requests in
     mesh.broker.send_signal(signal.SIGSTOP)
     with pytest.raises(Unavailable, match="the broker: no answer within 1 s") as caught:
         session.ledger()

@@ -114,6 +114,25 @@ def test_a_stopped_grandchild_is_killed_and_a_stopped_root_goes_on():
         root.wait(30)
 
 
+def test_a_stopped_keeper_goes_on():
+    root = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert root.stdout.readline() == "up\n"
+        section = MeshSection(runtime_dir=Path("/nowhere"), stall_timeout_s=0.2, hang_timeout_s=0.0)
+        keeper = descendants(root.pid, watchdog.all_processes())[0]
+        dog = Watchdog(section, root.pid, lambda: {keeper.pid: "keeper"})
+        os.kill(keeper.pid, signal.SIGSTOP)
+        eventually(lambda: process_state(keeper.pid) == "T")
+        dog.look(1.0)
+        assert process_state(keeper.pid) == "T"
+        dog.look(1.3)
+        eventually(lambda: process_state(keeper.pid) != "T")
+        assert process_state(keeper.pid) not in ("Z", "")
+    finally:
+        root.stdin.close()
+        root.wait(30)
+
+
 @pytest.fixture
 def settings() -> Iterator[Settings]:
     with small_settings() as settings:
