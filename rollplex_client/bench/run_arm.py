@@ -106,6 +106,15 @@ def check_same_job(runs: list[ArmRun]) -> None:
                            reason="OTHER_JOB")
 
 
+def check_updated(run: ArmRun) -> None:
+    """Raises InternalError when an iteration trained nothing: its time is not that of the job."""
+    skipped = [index for index, record in enumerate(run.history.iterations) if record.metrics.get("rollplex/update_skipped")]
+    if skipped:
+        raise InternalError(f"{run.arm}: no update in iterations {', '.join(map(str, skipped))} (gradient norm "
+                            f"{run.history.iterations[skipped[0]].metrics.get('grad_norm')}); under a cap of SMs see "
+                            "docs/adr/0009-sharing-policies.md", reason="NOTHING_TRAINED")
+
+
 @contextlib.contextmanager
 def _served_reward(runtime_dir: Path) -> Iterator[str]:
     address = f"unix:{runtime_dir / 'bench-reward.sock'}"

@@ -20,7 +20,7 @@ from rollplex_client.bench.facts import origin, probe_hardware
 from rollplex_client.bench.job import Job, check_numbers, make_job
 from rollplex_client.bench.measure import arm_result, equation_rows
 from rollplex_client.bench.page import write_page
-from rollplex_client.bench.run_arm import ArmRun, check_same_job, run_arm
+from rollplex_client.bench.run_arm import ArmRun, check_same_job, check_updated, run_arm
 from rollplex_client.bench.tables import summary_lines
 from rollplex_client.bench.trl import run_trl, trl_result
 from rollplex_client.cli.bench_arguments import ARMS
@@ -80,6 +80,7 @@ def _run_arms(job: Job, arms: list[Arm], arguments: argparse.Namespace, hardware
 
     def one(arm: Arm) -> None:
         run = _run_one(job, arms, arm, arguments, hardware, output)
+        check_updated(run)
         check_same_job([*runs[:1], run])
         runs.append(run)
         result["arms"].append(arm_result(job, run, hardware))

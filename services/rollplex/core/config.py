@@ -278,9 +278,9 @@ class MeshSection:
     """Deadline of every collective between ranks of a role, and of their meeting."""
     sharing: str = "mps-priority"
     """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
-    rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do; `sm-affinity`,
-    fixed shares for both sides; `green-context`, as mps-priority with only the forward pass of prefix blocks capped, unless
-    run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
+    rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do, and `sm-affinity`,
+    fixed shares for both sides (both computed wrongly with CUDA 13.0); `green-context`, as mps-priority with only the forward
+    pass of prefix blocks capped, unless run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
     prefix_sm_percent: int = 70
     """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
     `green-context`; rollout has the rest under `sm-affinity`, else no cap."""

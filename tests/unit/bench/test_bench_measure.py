@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 from canned_run import canned_history
 
-from rollplex.core.errors import DataLoss
+from rollplex.core.errors import DataLoss, InternalError
 from rollplex_client.bench.arms import Arm
 from rollplex_client.bench.gpu_memory import MemoryWatch, watch_memory, watched
 from rollplex_client.bench.measure import arm_result, equation_rows, ledger_peaks
 from rollplex_client.bench.page import arm_lanes, render
-from rollplex_client.bench.run_arm import ArmRun, check_same_job
+from rollplex_client.bench.run_arm import ArmRun, check_same_job, check_updated
 from rollplex_client.bench.tables import memory_rows, summary_lines
 from rollplex_client.bench.trl import trl_result
 from rollplex_client.results import LedgerEntry, PhaseSpan
@@ -103,6 +103,13 @@ def test_arms_that_did_another_job_are_found_out(job, runs):
     runs[1].history.iterations[2].result.metrics["rollplex/prompts_hash"] = 8.0
     with pytest.raises(DataLoss, match="prompts, lengths or rewards"):
         check_same_job(runs)
+
+
+def test_an_arm_that_trained_nothing_is_no_result(runs):
+    check_updated(runs[1])
+    runs[1].history.iterations[1].result.metrics.update({"rollplex/update_skipped": 1.0, "grad_norm": float("nan")})
+    with pytest.raises(InternalError, match=r"overlap@mps-priority: no update in iterations 1 \(gradient norm nan\)"):
+        check_updated(runs[1])
 
 
 def test_ledger_peaks_by_class_and_their_largest_phase():
