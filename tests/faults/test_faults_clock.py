@@ -14,8 +14,9 @@ DAY_S = 86400.0
 
 DATES = {
     "services/rollplex/coordinator/checkpoints.py": 2,
-    "services/rollplex/coordinator/engine.py": 3,
+    "services/rollplex/coordinator/engine.py": 2,
     "services/rollplex/coordinator/events.py": 1,
+    "services/rollplex/coordinator/jobs.py": 1,
     # An engine that knows a later epoch says so, and the next one is above it.
     "services/rollplex/coordinator/peers.py": 1,
     # How long nobody was there, in the timeline of an iteration that goes on.

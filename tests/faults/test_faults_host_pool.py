@@ -51,7 +51,7 @@ async def test_media_that_do_not_fit_are_refused_with_the_table_and_the_run_goes
     for words in ("object class", "actor_snapshot", f"of {LIMIT_BYTES:,} host bytes"):
         assert words in str(refused.value), words
     assert await held(mesh) == before
-    assert mesh.coordinator.run("run").next_iteration == 0
+    assert mesh.coordinator.runs.get("run").next_iteration == 0
     for rows in (text_rows(2), [picture(small)]):
         assert (await submit(mesh, rows)).state is IterationState.DONE
     # An iteration's media go once its end has been told.
@@ -60,7 +60,7 @@ async def test_media_that_do_not_fit_are_refused_with_the_table_and_the_run_goes
             break
         await asyncio.sleep(0.05)
     assert await held(mesh) == before
-    assert mesh.coordinator.run("run").snapshot == 2
+    assert mesh.coordinator.runs.get("run").snapshot == 2
 
 
 async def test_an_iteration_that_runs_is_not_touched_by_one_that_does_not_fit(mesh, tmp_path):

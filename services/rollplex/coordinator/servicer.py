@@ -40,10 +40,10 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
         return pb.CreateRunResponse(run=self._run(run))
 
     async def GetRun(self, request: pb.GetRunRequest, context: aio.ServicerContext) -> pb.GetRunResponse:
-        return pb.GetRunResponse(run=self._run(self._coordinator.run(request.name)))
+        return pb.GetRunResponse(run=self._run(self._coordinator.runs.get(request.name)))
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: aio.ServicerContext) -> pb.ListRunsResponse:
-        runs = sorted(self._coordinator.runs.values(), key=lambda run: -run.create_time_s)
+        runs = sorted(self._coordinator.runs, key=lambda run: -run.create_time_s)
         return pb.ListRunsResponse(runs=[self._run(run) for run in runs])
 
     async def SubmitIteration(self, request: pb.SubmitIterationRequest,
@@ -112,7 +112,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     async def GetMesh(self, request: pb.GetMeshRequest, context: aio.ServicerContext) -> pb.GetMeshResponse:
         services = await asyncio.gather(*(self._probe(name) for name in self._services))
         ledger = await self._coordinator.mesh.broker(lambda session: session.ledger())
-        run = self._coordinator.open_run
+        run = self._coordinator.runs.open
         return pb.GetMeshResponse(
             services=services, open_run=run.name if run else "",
             phase=types_pb2.Phase.Value(f"PHASE_{self._coordinator.current_phase.value.upper()}"), ledger=_ledger(ledger))
@@ -134,7 +134,7 @@ class CoordinatorServicer(coordinator_service_pb2_grpc.CoordinatorServiceService
     def _run(self, run: records.Run) -> pb.Run:
         return pb.Run(name=run.name, state=pb.RunState.Value(f"RUN_STATE_{run.state.value.upper()}"),
                       config_json=run.config_json, snapshot=run.snapshot, next_iteration=run.next_iteration,
-                      create_time=_time(run.create_time_s), last_sequence=self._coordinator.last_sequence(run),
+                      create_time=_time(run.create_time_s), last_sequence=self._coordinator.runs.last_sequence(run),
                       replay_iterations=run.replay_iterations)
 
 

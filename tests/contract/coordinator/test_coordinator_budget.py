@@ -51,4 +51,4 @@ async def test_an_ablated_one_is_refused_with_the_table_and_publishes_nothing(me
     failed = await iterate(mesh, "ablated", ablation={name: True})
     assert (failed.state, failed.error.reason) == (IterationState.FAILED, "PHASE_OVER_BUDGET")
     assert "object class" in failed.error.message and "host:0" in failed.error.message
-    assert mesh.coordinator.run("ablated").snapshot == 0 and "apply_update" not in mesh.trainer.calls[-1:]
+    assert mesh.coordinator.runs.get("ablated").snapshot == 0 and "apply_update" not in mesh.trainer.calls[-1:]

@@ -37,7 +37,7 @@ async def iterate(mesh, count=1, name="run"):
 
 
 async def notes(mesh, name="run"):
-    await mesh.coordinator.log_of(mesh.coordinator.run(name)).flush()
+    await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get(name)).flush()
     events = await mesh.coordinator.journal.events(name, 0, 10000)
     return [(event.body.level, event.body.reason) for event in events if isinstance(event.body, Note)]
 
@@ -201,7 +201,7 @@ async def test_a_restarted_coordinator_resumes_what_was_interrupted(mesh):
     assert await asyncio.to_thread(begun.wait, 20)
     await mesh.restart()
     await lose_slabs(mesh)
-    assert mesh.coordinator.run("run").state is RunState.RECOVERING
+    assert mesh.coordinator.runs.get("run").state is RunState.RECOVERING
     run = await open_run(mesh, resume="auto")
     assert (run.state, run.next_iteration, run.snapshot) == (RunState.ACTIVE, 1, 1)
     del mesh.trainer.hooks["apply_update"]
@@ -218,7 +218,7 @@ async def test_a_path_takes_a_run_back_and_begins_another(mesh):
     assert (run.next_iteration, run.snapshot) == (1, 1)
     other = await open_run(mesh, name="other", resume=str(first))
     assert (other.next_iteration, other.prompts_consumed) == (1, 3)
-    assert mesh.coordinator.run("run").state is RunState.CLOSED
+    assert mesh.coordinator.runs.get("run").state is RunState.CLOSED
     assert (await iterate(mesh, name="other")).key.iteration == 1
 
 

@@ -32,7 +32,7 @@ async def iterate(mesh, rows=None, name="run", **options):
 
 
 async def events_of(mesh, kind, name="run"):
-    await mesh.coordinator.log_of(mesh.coordinator.run(name)).flush()
+    await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get(name)).flush()
     return [event.body for event in await mesh.coordinator.journal.events(name, 0, 10000) if isinstance(event.body, kind)]
 
 
@@ -40,7 +40,7 @@ async def test_an_iteration_goes_through_its_phases_and_publishes(mesh):
     await open_run(mesh, sampling={"samples_per_group": 4})
     done = await iterate(mesh)
     assert done.state is IterationState.DONE
-    run = mesh.coordinator.run("run")
+    run = mesh.coordinator.runs.get("run")
     assert (run.snapshot, run.optimizer_step, run.prompts_consumed) == (1, 1, 3)
     assert mesh.trainer.calls == ["open_run", "bind_snapshot", "bind_snapshot", "materialize_prefix", "train_suffix",
                                   "leave_snapshot", "measure_gradient", "apply_update", "bind_snapshot"]
@@ -87,7 +87,7 @@ async def test_serial_does_not_overlap(mesh):
     assert failed.state is IterationState.FAILED
     assert failed.error.kind == "DeadlineExceeded"
     assert "rollout" in failed.error.message
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
     mesh.rollout.last_token_gate = None
     assert (await iterate(mesh)).state is IterationState.DONE
 
@@ -118,7 +118,7 @@ async def test_an_engine_error_ends_the_iteration_and_the_next_one_works(mesh):
     assert "skip_update" in mesh.trainer.calls  # gradients of the broken iteration are zeroed
     mesh.trainer.hooks.clear()
     assert (await iterate(mesh)).state is IterationState.DONE
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
 
 
 async def test_a_gradient_that_is_not_finite_skips_the_update(mesh):
@@ -126,7 +126,7 @@ async def test_a_gradient_that_is_not_finite_skips_the_update(mesh):
     await open_run(mesh)
     done = await iterate(mesh)
     assert (done.state, done.metrics["rollplex/update_skipped"]) == (IterationState.DONE, 1.0)
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
     assert [note.reason for note in await events_of(mesh, Note)] == ["NON_FINITE_GRADIENT"]
     assert (await iterate(mesh)).metrics["rollplex/update_skipped"] == 0.0
 
@@ -155,7 +155,7 @@ async def test_an_update_that_breaks_off_is_rolled_forward(mesh):
     assert done.state is IterationState.DONE
     assert mesh.trainer.calls.count("apply_update") == 2
     assert "attach" in mesh.trainer.calls
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
     assert await mesh.coordinator.journal.open_update("run") is None
 
 
@@ -184,7 +184,7 @@ async def test_a_recovering_run_takes_nothing_and_goes_on_by_itself(mesh):
         await open_run(mesh, "other")
     mesh.trainer.hooks.clear()
     assert (await mesh.finished(iteration.key)).state is IterationState.DONE
-    assert (mesh.coordinator.run("run").state, mesh.coordinator.run("run").snapshot) == (RunState.ACTIVE, 1)
+    assert (mesh.coordinator.runs.get("run").state, mesh.coordinator.runs.get("run").snapshot) == (RunState.ACTIVE, 1)
     assert (await iterate(mesh)).state is IterationState.DONE
 
 
@@ -193,7 +193,7 @@ async def test_a_restarted_coordinator_rolls_an_open_update_forward_and_calls_it
     await mesh.restart()
     mesh.trainer.hooks.clear()
     assert (await mesh.finished(iteration.key)).state is IterationState.DONE
-    assert (mesh.coordinator.run("run").state, mesh.coordinator.run("run").snapshot) == (RunState.ACTIVE, 1)
+    assert (mesh.coordinator.runs.get("run").state, mesh.coordinator.runs.get("run").snapshot) == (RunState.ACTIVE, 1)
     assert (await iterate(mesh)).state is IterationState.DONE
 
 
@@ -205,7 +205,7 @@ async def test_an_iteration_whose_update_is_published_is_done_whatever_follows(m
     mesh.rollout.hooks["bind_snapshot"] = fail_after_the_update
     await open_run(mesh)
     assert (await iterate(mesh)).state is IterationState.DONE
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
     mesh.rollout.hooks.clear()
     assert (await iterate(mesh)).state is IterationState.DONE
 
@@ -219,7 +219,7 @@ async def test_an_iteration_that_breaks_off_between_its_updates_says_that_weight
     await open_run(mesh, optimizer={"updates_per_iteration": 2})
     failed = await iterate(mesh, text_rows(4))
     assert (failed.state, failed.error.reason) == (IterationState.FAILED, "UPDATED_IN_PART")
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
 
 
 async def test_groups_without_signal_are_counted_and_can_be_filtered(mesh):
@@ -245,7 +245,7 @@ async def test_several_updates_a_rollout_use_stored_log_probabilities(mesh):
     assert all(sample.old_logprobs is not None for groups, _ in (first, second) for group in groups
                for sample in group.samples)
     assert mesh.trainer.calls.count("materialize_prefix") == 2  # the second under the new snapshot
-    assert mesh.coordinator.run("run").snapshot == 2
+    assert mesh.coordinator.runs.get("run").snapshot == 2
 
 
 async def test_unscored_samples_have_no_reward_no_advantage_and_are_counted(mesh):
@@ -297,7 +297,7 @@ async def test_bad_prompts_are_refused_by_index_and_nothing_is_queued(mesh):
     assert refused.value.metadata["indices"] == "1,3"
     assert "the other 2 are untouched" in str(refused.value)
     assert mesh.rollout.calls.count("generate") == 0
-    assert mesh.coordinator.run("run").next_iteration == 0
+    assert mesh.coordinator.runs.get("run").next_iteration == 0
     with pytest.raises(BadInput, match="at least one prompt"):
         await mesh.coordinator.submit("run", [], "", validation=False)
 
@@ -321,7 +321,7 @@ async def test_cancel_queued_running_and_ended(mesh):
     assert await mesh.coordinator.cancel(running.key) is IterationState.CANCELLED
     gate.set()
     assert (await mesh.finished(queued.key)).state is IterationState.CANCELLED
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
     done = await iterate(mesh)
     assert done.state is IterationState.DONE
     assert await mesh.coordinator.cancel(done.key) is IterationState.DONE
@@ -334,7 +334,7 @@ async def test_validation_is_greedy_and_trains_nothing(mesh):
     assert (done.state, done.key) == (IterationState.DONE, IterationKey("run", 0, True))
     assert "train_suffix" not in mesh.trainer.calls
     assert len(await mesh.coordinator.samples(done.key)) == 2
-    assert (mesh.coordinator.run("run").snapshot, mesh.coordinator.run("run").next_iteration) == (0, 0)
+    assert (mesh.coordinator.runs.get("run").snapshot, mesh.coordinator.runs.get("run").next_iteration) == (0, 0)
 
 
 async def test_runs(mesh):
@@ -343,7 +343,7 @@ async def test_runs(mesh):
     with pytest.raises(AlreadyExists):
         await open_run(mesh, "one", seed=2)
     await open_run(mesh, "two")
-    assert mesh.coordinator.run("one").state is RunState.CLOSED
+    assert mesh.coordinator.runs.get("one").state is RunState.CLOSED
     with pytest.raises(WrongState, match="closed"):
         await mesh.coordinator.submit("one", text_rows(1), "", validation=False)
     with pytest.raises(NotFound):
@@ -389,7 +389,7 @@ async def test_a_client_that_goes_away_leaves_nothing_half_done(mesh):
     iteration, _ = await mesh.coordinator.submit("run", text_rows(50), "gone", validation=False)
     assert (await mesh.finished(iteration.key)).state is IterationState.DONE
     assert mesh.rollout.calls.count("generate") == 1
-    assert mesh.coordinator.run("run").next_iteration == 1
+    assert mesh.coordinator.runs.get("run").next_iteration == 1
 
 
 async def test_cancelling_twice_and_during_clean_up_ends_once(mesh):
@@ -410,7 +410,7 @@ async def test_a_run_that_cannot_open_leaves_the_open_one(mesh):
         "reference", {"reference-0": "unix:/nowhere/r.sock"}, lambda channel: None)
     with pytest.raises(Unavailable):
         await open_run(mesh, "two", loss={"kl_coef": 0.1})
-    assert mesh.coordinator.run("one").state is RunState.ACTIVE
+    assert mesh.coordinator.runs.get("one").state is RunState.ACTIVE
     assert (await iterate(mesh, name="one")).state is IterationState.DONE
 
 
@@ -420,7 +420,7 @@ async def test_without_any_score_nothing_is_learned(mesh):
     done = await iterate(mesh)
     assert (done.state, done.metrics["rollplex/update_skipped"]) == (IterationState.DONE, 1.0)
     assert "apply_update" not in mesh.trainer.calls
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
 
 
 async def test_a_monstrous_reward_is_unscored(mesh):
@@ -432,7 +432,7 @@ async def test_a_monstrous_reward_is_unscored(mesh):
 async def test_events_are_numbered_without_gaps_and_resume(mesh):
     await open_run(mesh)
     await iterate(mesh)
-    log = mesh.coordinator.log_of(mesh.coordinator.run("run"))
+    log = mesh.coordinator.runs.log_of(mesh.coordinator.runs.get("run"))
     await log.flush()
     everything = await mesh.coordinator.journal.events("run", 0, 1000)
     assert [event.sequence for event in everything] == list(range(1, log.last_sequence + 1))

@@ -83,10 +83,10 @@ async def test_a_failing_rank_is_named_with_its_phase_and_the_next_iteration_wor
     assert failed.state is IterationState.FAILED
     assert failed.error.message.startswith(f"{name} in {phase}: RuntimeError: the card is on fire")
     assert (failed.error.metadata["service"], failed.error.metadata["phase"]) == (name, phase.lower())
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
     engine.hooks.clear()
     assert (await iterate(mesh)).state is IterationState.DONE
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
 
 
 async def test_a_rank_that_hangs_misses_its_deadline_and_all_are_aborted(mesh):
@@ -172,7 +172,7 @@ async def test_a_killed_rank_is_named_and_its_group_rejoins_and_does_its_work_ag
              "measure_gradient", "apply_update", "bind_snapshot"]
     assert mesh.trainers[1].calls == again
     assert mesh.trainers[0].calls[-len(again):] == again
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
     assert [rollout.calls.count("generate") for rollout in mesh.rollouts] == [1, 1]
 
 
@@ -208,7 +208,7 @@ async def test_ranks_that_disagree_end_the_iteration(mesh):
     failed = await iterate(mesh)
     assert (failed.error.kind, failed.error.reason) == (InternalError.__name__, "RANKS_DISAGREE")
     assert "[1.0, 2.0]" in failed.error.message
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
 
 
 async def test_an_update_that_one_rank_breaks_off_is_rolled_forward_by_all(mesh):
@@ -223,7 +223,7 @@ async def test_an_update_that_one_rank_breaks_off_is_rolled_forward_by_all(mesh)
     await open_run(mesh)
     assert (await iterate(mesh)).state is IterationState.DONE
     assert [trainer.calls.count("apply_update") for trainer in mesh.trainers] == [2, 2]
-    assert mesh.coordinator.run("run").snapshot == 1
+    assert mesh.coordinator.runs.get("run").snapshot == 1
 
 
 async def test_a_rank_that_thinks_otherwise_of_the_mesh_is_refused(mesh):

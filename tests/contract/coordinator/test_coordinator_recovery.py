@@ -47,7 +47,7 @@ async def submit(mesh, count=4, *, validation=False):
 
 
 async def notes(mesh, reason=""):
-    await mesh.coordinator.log_of(mesh.coordinator.run("run")).flush()
+    await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get("run")).flush()
     events = await mesh.coordinator.journal.events("run", 0, 10000)
     assert [event.sequence for event in events] == list(range(1, len(events) + 1))
     return [event.body.message for event in events if isinstance(event.body, Note) and reason in ("", event.body.reason)]
@@ -123,7 +123,7 @@ async def test_a_service_lost_anywhere_does_its_own_work_again_and_the_others_go
     done = await mesh.finished(await submit(mesh))
     assert killer.died == 1
     assert (done.state, done.error) == (IterationState.DONE, None)
-    assert mesh.coordinator.run("run").snapshot == 2
+    assert mesh.coordinator.runs.get("run").snapshot == 2
     # Each mini-batch once more at most, always with the same content; the last of each is what the update was made of.
     trained = reference_of(engines["trainer"].trained) + (reference_of(mesh.trainer.trained) if role == "trainer" else [])
     assert [batch for index, batch in enumerate(trained) if batch not in trained[:index]] == expected
@@ -137,7 +137,7 @@ async def test_a_service_lost_anywhere_does_its_own_work_again_and_the_others_go
     assert done.metrics["actor/pg_loss"] == 0.25 and done.metrics["actor/grad_norm"] == 1.0
     # What the iteration can do without is there for the next one.
     assert (await mesh.finished(await submit(mesh))).state is IterationState.DONE
-    assert mesh.coordinator.run("run").snapshot == 4
+    assert mesh.coordinator.runs.get("run").snapshot == 4
 
 
 async def test_only_groups_that_are_not_complete_are_generated_again_and_nothing_is_scored_twice(mesh):
@@ -192,7 +192,7 @@ async def test_two_losses_in_a_row_end_the_iteration_and_the_next_one_works(mesh
     assert f"{role}-0 failed twice in a row in " in failed.error.message
     assert f"rollplex logs {role}-0" in failed.error.message
     assert failed.error.metadata["first"] and failed.error.metadata["second"]
-    assert mesh.coordinator.run("run").snapshot == 0
+    assert mesh.coordinator.runs.get("run").snapshot == 0
     assert (await mesh.finished(await submit(mesh))).state is IterationState.DONE
 
 
@@ -365,7 +365,7 @@ async def test_a_coordinator_that_is_replaced_anywhere_goes_on_with_the_iteratio
     await restart
     done = await mesh.finished(key)
     assert (done.state, done.key, done.snapshot) == (IterationState.DONE, key, 0)
-    run = mesh.coordinator.run("run")
+    run = mesh.coordinator.runs.get("run")
     assert (run.snapshot, run.optimizer_step, run.next_iteration) == (2, 2, 1)
     trained = reference_of(mesh.trainer.trained)
     assert [batch for index, batch in enumerate(trained) if batch not in trained[:index]] == expected
@@ -391,7 +391,7 @@ async def test_what_a_replaced_coordinator_goes_on_with_can_be_cancelled_until_i
     assert await asyncio.wait_for(mesh.coordinator.cancel(key), 10) is IterationState.CANCELLED
     mesh.rollout.last_token_gate = None
     assert (await mesh.finished(await submit(mesh))).state is IterationState.DONE
-    assert mesh.coordinator.run("run").snapshot == 2
+    assert mesh.coordinator.runs.get("run").snapshot == 2
 
 
 def test_every_loss_is_documented():

@@ -37,7 +37,7 @@ async def heard_states(mesh, after_sequence: int) -> list[str]:
 
 async def forget_events(mesh, after_sequence: int) -> None:
     """As if the coordinator had been killed before it wrote them."""
-    await mesh.coordinator.log_of(mesh.coordinator.run("run")).flush()
+    await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get("run")).flush()
     await mesh.coordinator.journal._commit([("DELETE FROM events WHERE run = ? AND sequence > ?", [("run", after_sequence)])])
 
 
@@ -63,7 +63,7 @@ async def test_an_end_that_was_written_and_not_told_is_told_by_the_successor(mes
 
 async def test_a_restart_repeats_nothing_that_was_told(mesh):
     await iterate(mesh)
-    await mesh.coordinator.log_of(mesh.coordinator.run("run")).flush()
-    last = mesh.coordinator.last_sequence(mesh.coordinator.run("run"))
+    await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get("run")).flush()
+    last = mesh.coordinator.last_sequence(mesh.coordinator.runs.get("run"))
     await mesh.restart()
-    assert mesh.coordinator.last_sequence(mesh.coordinator.run("run")) == last
+    assert mesh.coordinator.last_sequence(mesh.coordinator.runs.get("run")) == last
