@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from rollplex.core import work
 from rollplex.core.placement import Placement, align_up
@@ -30,7 +29,9 @@ from rollplex.model import (
 )
 
 # isort: split
-# After rollplex.model, which makes torchvision importable.
+# After rollplex.model, which makes torchvision importable, and imports Megatron without torch's compiler.
+from megatron.core import parallel_state
+
 from rollplex.demo.checkpoint import VOCAB_SIZE, build_config, build_model, save_checkpoint
 from rollplex.demo.prompts import corpus
 from rollplex.demo.tokenizer import build_tokenizer
