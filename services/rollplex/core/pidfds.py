@@ -6,7 +6,7 @@ import select
 
 
 def ended_within(descriptor: int, timeout_s: float) -> bool:
-    """Whether the process of a pidfd has ended, or ends within `timeout_s`. Any number will do: select() knows those below 1024."""
+    """Whether the process of a pidfd has ended, or ends within `timeout_s`. Unlike select, of any number."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
