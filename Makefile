@@ -9,6 +9,10 @@ VLLM   := .venv-vllm
 
 .PHONY: help demo test test-ranks test-vllm test-gpu fuzz lint protos clean
 
+# Processes that share the tests. Most of them wait for processes of their own, so two are good for two cores; a thread each.
+WORKERS ?= 2
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media_headers
 
@@ -40,10 +44,10 @@ demo: $(VENV)/.cpu
 	$(BIN)/rollplex demo --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not ranks"
+	$(PYTEST) -m "not ranks"
 
 test-ranks: $(VENV)/.dev
-	$(BIN)/python -m pytest -m ranks
+	$(PYTEST) -m ranks
 
 # Pinned by hash; what it needs besides comes by its metadata. Then away with what does not import beside a CPU torch, and is
 # not used. docs/vllm.md says why.

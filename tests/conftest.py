@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
+
+ONE_MESH = ("e2e", "faults")
+"""Directories whose `mesh` lives for the whole session."""
+
+
+def pytest_collection_modifyitems(items):
+    """With several processes (`-n 2 --dist loadgroup`) the tests of a file stay in one, and so do the files that share a mesh."""
+    sharing = {item.path for item in items if item.path.parent.name in ONE_MESH and "mesh" in item.fixturenames}
+    for item in items:
+        place = item.path.parent if item.path in sharing else item.path
+        item.add_marker(pytest.mark.xdist_group(place.relative_to(item.config.rootpath).as_posix()))
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection need look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
