@@ -11,7 +11,7 @@ VLLM   := .venv-vllm
 
 # Processes that share the tests. Most of them wait for processes of their own, so two are good for two cores; a thread each.
 WORKERS ?= 2
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media_headers

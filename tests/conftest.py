@@ -7,16 +7,23 @@ import os
 
 import pytest
 
-ONE_MESH = ("e2e", "faults")
-"""Directories whose `mesh` lives for the whole session."""
+ONE_MESH = {"tests/faults/test_faults_": "faults", "tests/e2e/test_e2e_mesh": "e2e", "tests/e2e/test_e2e_recovery": "e2e",
+            "tests/e2e/test_e2e_ablations": "e2e", "tests/e2e/test_e2e_parallel": "e2e"}
+"""How the names of files begin that share a mesh which lives for the whole session."""
 
 
-def pytest_collection_modifyitems(items):
-    """With several processes (`-n 2 --dist loadgroup`) the tests of a file stay in one, and so do the files that share a mesh."""
-    sharing = {item.path for item in items if item.path.parent.name in ONE_MESH and "mesh" in item.fixturenames}
-    for item in items:
-        place = item.path.parent if item.path in sharing else item.path
-        item.add_marker(pytest.mark.xdist_group(place.relative_to(item.config.rootpath).as_posix()))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of several processes (`pytest -n 2`) one gets a whole file, or all files that share a mesh; the first files first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByMesh(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((mesh for start, mesh in ONE_MESH.items() if file.startswith(start)), file)
+
+    config.option.loadscopereorder = False
+    return ByMesh(config, log)
 
 
 def pytest_collection_finish():
