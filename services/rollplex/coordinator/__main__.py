@@ -17,6 +17,9 @@ def main() -> None:
                              {"mesh": MeshSection, "model": ModelSection, "coordinator": CoordinatorConfig})
     with uncollected():
         from rollplex.coordinator.server import serve_forever
+        from rollplex.data.processor import import_transformers
+
+        import_transformers()
 
     serve_forever(sections["mesh"], sections["model"], sections["coordinator"])
 
