@@ -8,8 +8,15 @@ import os
 import pytest
 
 ONE_MESH = {"tests/faults/test_faults_": "faults", "tests/e2e/test_e2e_mesh": "e2e", "tests/e2e/test_e2e_recovery": "e2e",
-            "tests/e2e/test_e2e_ablations": "e2e", "tests/e2e/test_e2e_parallel": "e2e"}
+            "tests/e2e/test_e2e_ablations": "e2e"}
 """How the names of files begin that share a mesh which lives for the whole session."""
+LONG = ("e2e", "faults")
+"""Directories of files that take longest."""
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, so that of several processes none waits long for the last file of another."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
 
 
 @pytest.hookimpl(optionalhook=True)
