@@ -9,7 +9,7 @@ VLLM   := .venv-vllm
 
 .PHONY: help demo test test-ranks test-vllm test-gpu fuzz lint protos clean
 
-# Processes that share the tests. Most of them wait for processes of their own, so two are good for two cores; a thread each.
+# Processes that share the tests, of one thread each. Tests wait for the processes that they start: two keep two cores busy.
 WORKERS ?= 2
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
@@ -18,8 +18,8 @@ FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media
 
 help:
 	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
-	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role"
-	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes"
+	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role; WORKERS=2 share them"
+	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes; WORKERS=2"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
 	@echo "make test-gpu  every test that needs a GPU, with the python at hand (make PYTHON=... test-gpu)"
 	@echo "make fuzz    atheris on what strangers' bytes reach first, FUZZ_SECONDS=60 a target; runs/fuzz keeps inputs and crashes"
