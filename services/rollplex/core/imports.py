@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,9 +16,12 @@ def uncollected() -> Iterator[None]:
     (1 s of 4.5 s of CPU). At the end all that is there is frozen, so that no later collection looks at it either: a full one
     took 0.25 s for transformers' and torch's modules alone, while the process waited, and 1.2 s when it ended.
     """
+    known = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        # A second time, in one process, there may be garbage, which would stay.
+        if len(sys.modules) > known:
+            gc.freeze()
         gc.enable()

@@ -28,6 +28,13 @@ def test_an_engine_starts_without_the_compiler_and_leaves_torch_as_it_was():
     assert json.loads(done.stdout) == {"compile": True, "compiler": False, "frozen": True, "collects": True}
 
 
+def test_nothing_is_frozen_where_nothing_was_imported():
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        import json  # noqa: F401
+    assert gc.get_freeze_count() == frozen
+
+
 def test_collections_come_back_after_an_import_that_fails():
     with pytest.raises(ImportError), uncollected():
         assert not gc.isenabled()
