@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 
@@ -12,6 +13,12 @@ ONE_MESH = {"tests/faults/test_faults_": "faults", "tests/e2e/test_e2e_mesh": "e
 """How the names of files begin that share a mesh which lives for the whole session."""
 LONG = ("e2e", "faults")
 """Directories of files that take longest."""
+
+
+def pytest_configure():
+    """Started in the background (`make test &`) they ignore SIGINT, and so would the commands that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
