@@ -9,13 +9,17 @@ VLLM   := .venv-vllm
 
 .PHONY: help demo test test-ranks test-vllm test-gpu fuzz lint protos clean
 
+# Processes that share the tests, of one thread each. Tests wait for the processes that they start: two keep two cores busy.
+WORKERS ?= 2
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media_headers
 
 help:
 	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
-	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role"
-	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes"
+	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role; WORKERS=2 share them"
+	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes; WORKERS=2"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
 	@echo "make test-gpu  every test that needs a GPU, with the python at hand (make PYTHON=... test-gpu)"
 	@echo "make fuzz    atheris on what strangers' bytes reach first, FUZZ_SECONDS=60 a target; runs/fuzz keeps inputs and crashes"
@@ -40,10 +44,10 @@ demo: $(VENV)/.cpu
 	$(BIN)/rollplex demo --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not ranks"
+	$(PYTEST) -m "not ranks"
 
 test-ranks: $(VENV)/.dev
-	$(BIN)/python -m pytest -m ranks
+	$(PYTEST) -m ranks
 
 # Pinned by hash; what it needs besides comes by its metadata. Then away with what does not import beside a CPU torch, and is
 # not used. docs/vllm.md says why.

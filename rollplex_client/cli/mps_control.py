@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollplex.core.errors import BadInput, Unavailable
+from rollplex.core.pidfds import ended_within
 from rollplex.core.sharing import CONTROL, LOG_VARIABLE, control_environment
 
 log = logging.getLogger("mps")
@@ -146,7 +146,7 @@ def _end_adopted(pid: int, timeout_s: float) -> None:
             return
         try:
             signal.pidfd_send_signal(descriptor, sign)
-            select.select([descriptor], [], [], timeout_s)
+            ended_within(descriptor, timeout_s)
         finally:
             os.close(descriptor)
     with contextlib.suppress(ChildProcessError):

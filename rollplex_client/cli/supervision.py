@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import select
 import socket
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollplex.core.errors import BadInput, DeadlineExceeded, InternalError, NotFound, Unavailable
+from rollplex.core.pidfds import ended_within
 from rollplex.core.sharing import without_mps_variables
 from rollplex_client.cli.programs import SUPERVISOR_LOG, SUPERVISOR_PID, SUPERVISOR_SOCKET
 
@@ -106,7 +106,7 @@ class Supervisor:
             if FIRST_TO_STOP in self.names():
                 self._stop(FIRST_TO_STOP)
             self._call("shutdown")
-            if not select.select([descriptor], [], [], timeout_s)[0]:
+            if not ended_within(descriptor, timeout_s):
                 raise DeadlineExceeded(f"supervisor {pid} has not stopped within {timeout_s:.0f} s",
                                        reason="MESH_NOT_STOPPED", pid=pid)
         finally:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from fake_session import FakeSession
-from tiny_checkpoint import PromptMaker
+from tiny_checkpoint import PromptMaker, tensor_parallel
 from tiny_trainer import QUIET, DictBroker, build_hf, gradients, make_groups, open_engine, run_config, train
 from update_steps import POINTS, Crash, crash_at, flat_update, masters, open_run, order
 
@@ -27,8 +26,6 @@ from rollplex.memory.transfer import to_device
 from rollplex.model import (
     ActorLayout,
     VisionLanguageModel,
-    destroy_tensor_parallel,
-    init_tensor_parallel,
     load_into,
     prefix_forward,
     read_model_config,
@@ -44,13 +41,8 @@ GRADIENTS = state_slab("run", 0, "gradients")
 
 @pytest.fixture(scope="module", autouse=True)
 def single_rank():
-    """A tensor-parallel group of one, unless another test of this process has left one open."""
-    if dist.is_initialized():
+    with tensor_parallel():
         yield
-        return
-    init_tensor_parallel(0, 1)
-    yield
-    destroy_tensor_parallel()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollplex.core.pidfds import ended_within
 
 TIMEOUT_S = 200.0
 COMMAND = (sys.executable, "-m", "rollplex_client.cli")
@@ -121,7 +122,7 @@ def end_pid(pid: int, timeout_s: float = 30.0) -> None:
         return
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        if not select.select([descriptor], [], [], timeout_s)[0]:
+        if not ended_within(descriptor, timeout_s):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except ProcessLookupError:
         pass

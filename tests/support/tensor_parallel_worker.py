@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from tiny_qwen import Bound, bind_model, exact_float64, make_groups, make_prompt, two_stage_loss
+from rollplex.core.imports import uncollected
 
-from rollplex.model import (
-    GroupDecoder,
-    destroy_tensor_parallel,
-    init_tensor_parallel,
-    pack_responses,
-    prefix_forward,
-    suffix_forward,
-    sum_replicated_gradients,
-    token_logprobs,
-)
+with uncollected():
+    import torch
+    import torch.distributed as dist
+    from tiny_qwen import Bound, bind_model, exact_float64, make_groups, make_prompt, two_stage_loss
+
+    from rollplex.model import (
+        GroupDecoder,
+        destroy_tensor_parallel,
+        init_tensor_parallel,
+        pack_responses,
+        prefix_forward,
+        suffix_forward,
+        sum_replicated_gradients,
+        token_logprobs,
+    )
 
 KINDS, LENGTHS = ["video", "text", "one_token", "two_images"], [3, 1, 4]
 

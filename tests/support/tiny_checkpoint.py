@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from rollplex.core import work
 from rollplex.core.placement import Placement, align_up
@@ -45,10 +43,7 @@ MEDIA = {
 
 @contextmanager
 def tensor_parallel() -> Iterator[None]:
-    """A TP group of one, unless another test of this process has left one open."""
-    if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
-        yield
-        return
+    """A TP group of one. For what ends with a module at the latest: whoever asks next takes it away."""
     # A vLLM in this process makes groups of its own when there are none, and takes all with it when it ends.
     destroy_tensor_parallel()
     init_tensor_parallel(0, 1)

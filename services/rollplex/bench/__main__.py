@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollplex.core.imports import uncollected
+
 SHAPES = ("tiny", "tiny8", "3b", "7b", "32b")
 
 
@@ -40,7 +42,8 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
         options = {"shape": arguments.shape, "seed": arguments.seed, "dtype": arguments.dtype, "device": arguments.device}
 
         def make_checkpoint() -> dict[str, Any]:
-            from rollplex.bench.checkpoint import build_checkpoint
+            with uncollected():
+                from rollplex.bench.checkpoint import build_checkpoint
 
             return {"weight_bytes": build_checkpoint(checkpoint, **options)}
 
@@ -51,7 +54,8 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
                "seed": arguments.seed}
 
     def make_videos() -> dict[str, Any]:
-        from rollplex.bench.videos import build_workload
+        with uncollected():
+            from rollplex.bench.videos import build_workload
 
         return build_workload(folder, checkpoint, prompt_tokens=arguments.prompt_tokens, groups=arguments.groups,
                               seed=arguments.seed)

@@ -6,6 +6,7 @@ import sys
 
 from rollplex.core.config import MeshSection, ModelSection
 from rollplex.core.entry import arguments, load_sections, run_service
+from rollplex.core.imports import uncollected
 
 
 def main() -> None:
@@ -14,7 +15,11 @@ def main() -> None:
     options = arguments("coordinator", __doc__).parse_args()
     sections = load_sections(options.config, options.overrides,
                              {"mesh": MeshSection, "model": ModelSection, "coordinator": CoordinatorConfig})
-    from rollplex.coordinator.server import serve_forever
+    with uncollected():
+        from rollplex.coordinator.server import serve_forever
+        from rollplex.data.processor import import_transformers
+
+        import_transformers()
 
     serve_forever(sections["mesh"], sections["model"], sections["coordinator"])
 

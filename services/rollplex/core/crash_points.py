@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import stat
 import threading
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollplex.core.errors import BadInput
+from rollplex.core.pidfds import ended_within
 
 ENVIRONMENT = "ROLLPLEX_CRASH_POINTS"
 SELF = "self"
@@ -240,7 +240,7 @@ def strike(pid: int, number: signal.Signals) -> None:
     try:
         signal.pidfd_send_signal(descriptor, number)
         if number == signal.SIGKILL:
-            select.select([descriptor], [], [], STRIKE_TIMEOUT_S)
+            ended_within(descriptor, STRIKE_TIMEOUT_S)
             return
         deadline = time.monotonic() + STRIKE_TIMEOUT_S
         while process_state(pid) not in ("T", "Z", "X", "") and time.monotonic() < deadline:

@@ -55,6 +55,12 @@ class PixelArrays:
     video_grid_thw: np.ndarray | None
 
 
+def import_transformers() -> None:
+    """What `PromptProcessor.load` imports otherwise, 1.5 s of CPU: for a program that has all its imports in one place."""
+    ensure_torchvision()
+    from transformers import Qwen2_5_VLProcessor  # noqa: F401
+
+
 class PromptProcessor:
     """Loaded once a process; its methods have no side effects and may be called from any thread, one at a time."""
 

@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from rollplex.core.imports import uncollected
+
 
 def main() -> None:
     """Parse before torch is imported, so that --help and a typo answer at once."""
@@ -19,12 +21,13 @@ def main() -> None:
     if arguments.seed < 0 or arguments.threads < 1:
         parser.error("--seed must be 0 or more, --threads 1 or more")
 
-    import torch
-    import transformers
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
+    with uncollected():
+        import torch
+        import transformers
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn
 
-    from rollplex.demo.build import build_demo
+        from rollplex.demo.build import build_demo
 
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.disable_progress_bar()

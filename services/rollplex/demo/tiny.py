@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rollplex.core.imports import uncollected
+
 STILLS = 2
 
 
@@ -18,12 +20,13 @@ def main() -> None:
 
 
 def build(directory: Path, seed: int) -> None:
-    import torch
-    from PIL import Image
+    with uncollected():
+        import torch
+        from PIL import Image
 
-    from rollplex.demo.checkpoint import VOCAB_SIZE, build_config, build_model, save_checkpoint
-    from rollplex.demo.prompts import corpus
-    from rollplex.demo.tokenizer import build_tokenizer
+        from rollplex.demo.checkpoint import VOCAB_SIZE, build_config, build_model, save_checkpoint
+        from rollplex.demo.prompts import corpus
+        from rollplex.demo.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(corpus(), VOCAB_SIZE)
     model = build_model(build_config(tokenizer), seed)

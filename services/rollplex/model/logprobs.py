@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 from rollplex.core.errors import BadInput
 from rollplex.memory.transfer import to_device
+from rollplex.model.megatron import reduce_from_tensor_model_parallel_region
 from rollplex.model.network import VisionLanguageModel
 
 

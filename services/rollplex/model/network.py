@@ -11,15 +11,19 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import ModelParallelConfig
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import nn
 
 from rollplex.core.errors import BadInput
 from rollplex.model.config import ModelConfig
 from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
+from rollplex.model.megatron import (
+    ColumnParallelLinear,
+    ModelParallelConfig,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+)
 from rollplex.model.parallel import Group, tensor_parallel_group
 from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, add_and_norm, rotate, rotate_both
 from rollplex.model.vision import build_tower

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from rollplex.core.entry import arguments, run_service
+from rollplex.core.imports import uncollected
 from rollplex.core.topology import Topology
 from rollplex.core.visible_gpus import see_only
 from rollplex.rollout.config import load_config
@@ -20,7 +21,8 @@ def main() -> None:
     see_only_its_gpus(config.mesh.topology, given.replica)
     # Before the imports below: some ask CUDA for its devices, and a process decides then whether it is a client of MPS.
     hold_daemon(config.mesh)
-    from rollplex.rollout.server import serve_forever
+    with uncollected():
+        from rollplex.rollout.server import serve_forever
 
     serve_forever(config, given.replica)
 

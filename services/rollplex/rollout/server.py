@@ -8,6 +8,7 @@ import torch
 
 from rollplex.core.compatibility import config_facts
 from rollplex.core.errors import BadInput
+from rollplex.core.imports import uncollected
 from rollplex.core.topology import torch_device
 from rollplex.data.processor import PromptProcessor
 from rollplex.engine.hbm_share import bound_allocator
@@ -71,7 +72,8 @@ def _build_vllm(config: RolloutConfig, replica: int, model: ModelConfig, process
     from rollplex.rollout.vllm_internals import set_environment
 
     set_environment(config.mesh.collective_timeout_s)
-    from rollplex.rollout.vllm_engine import VllmEngine
+    with uncollected():
+        from rollplex.rollout.vllm_engine import VllmEngine
 
     torch.set_num_threads(config.rollout.threads)
     session = _connect(config, process_name(replica, 0))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollplex.core.errors import InternalError, RollplexError
+from rollplex.core.imports import uncollected
 from rollplex.core.strict import parse
 from rollplex.core.topology import torch_device
 from rollplex.rollout.config import RolloutConfig
@@ -141,10 +142,11 @@ def main() -> int:
 
 def _run(sock: socket.socket, place: dict[str, Any]) -> None:
     config, replica, rank = parse(RolloutConfig, place["config"]), place["replica"], place["rank"]
-    from rollplex.model import destroy_tensor_parallel
-    from rollplex.rollout.server import build_shard
-    from rollplex.rollout.workers import process_name
-    from rollplex.rpc.server import configure_logging
+    with uncollected():
+        from rollplex.model import destroy_tensor_parallel
+        from rollplex.rollout.server import build_shard
+        from rollplex.rollout.workers import process_name
+        from rollplex.rpc.server import configure_logging
 
     configure_logging(process_name(replica, rank))
     shard = build_shard(config, replica, rank)

@@ -18,13 +18,14 @@ OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     # A restarted service comes back on the same socket within a second; the default back-off would wait for a minute.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # How long an attempt may last. A socket that nobody listens on refuses at once; a service of a busy machine greets late.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     # Channels of one process to one address would otherwise share a connection that outlives a closed channel.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-# TLS over a network takes longer to come up than a Unix socket; this is how long an attempt may last.
+# TLS over a network takes longer to come up than a Unix socket.
 TCP_OPTIONS = (*(option for option in OPTIONS if option[0] != "grpc.min_reconnect_backoff_ms"),
                ("grpc.min_reconnect_backoff_ms", 5000))
 

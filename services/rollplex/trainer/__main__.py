@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from rollplex.core.entry import arguments, run_service
+from rollplex.core.imports import uncollected
 from rollplex.rpc.mps_link import hold_daemon
 from rollplex.trainer.config import load_config
 
@@ -16,7 +17,8 @@ def main() -> None:
     config = load_config(given.config, given.overrides)
     # Before the imports below: some ask CUDA for its devices, and a process decides then whether it is a client of MPS.
     hold_daemon(config.mesh)
-    from rollplex.trainer.server import serve_forever
+    with uncollected():
+        from rollplex.trainer.server import serve_forever
 
     serve_forever(config, given.rank)
 

@@ -212,7 +212,9 @@ def test_a_port_in_use_is_named_before_anything_starts(settings):
     mesh.check_ports(busy)
 
 
-def test_the_supervisor_runs_every_rank_with_this_interpreter():
+def test_the_supervisor_runs_every_rank_with_this_interpreter(monkeypatch):
+    for name in programs.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     settings = parse_settings({
         "mesh": {"runtime_dir": "/run/100%", "train_tensor_parallel": 2, "reference_tensor_parallel": 2},
         "trainer": {"threads": 3}})

@@ -13,8 +13,10 @@ from rollplex.engine.communicator import Communicator
 RANK = """
 import json, sys
 from pathlib import Path
+from rollplex.core.imports import uncollected
 from rollplex.core.phases import Phase
-from rollplex.engine.communicator import Communicator
+with uncollected():
+    from rollplex.engine.communicator import Communicator
 rank = int(sys.argv[1])
 communicator = Communicator("trainer", rank, 2, Path(sys.argv[2]), timeout_s=60)
 communicator.announce(1)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoint import tensor_parallel
 from tiny_qwen import Bound, bind_model, build_hf, exact_float64
-
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,11 +15,10 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def single_rank():
-    init_tensor_parallel(0, 1)
-    yield
-    destroy_tensor_parallel()
+    with tensor_parallel():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from tiny_checkpoint import tensor_parallel
 from tiny_trainer import DictBroker, build_hf, open_engine
 
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel
 from rollplex.trainer.engine import TrainerEngine
 
 
@@ -28,13 +27,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def single_rank():
-    """A tensor-parallel group of one, unless another test of this process has left one open."""
-    if dist.is_initialized():
+    with tensor_parallel():
         yield
-        return
-    init_tensor_parallel(0, 1)
-    yield
-    destroy_tensor_parallel()
 
 
 @pytest.fixture
