@@ -69,6 +69,8 @@ class Stub:
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
     communicator: StubCommunicator = field(default_factory=StubCommunicator)
+    killed: threading.Event = field(default_factory=threading.Event)
+    """A process takes its threads along; what waits in here has to end itself."""
 
     @property
     def layout_hash(self) -> str:
@@ -137,7 +139,7 @@ class StubRollout(Stub):
                 ids = array("q", self.respond(group.group_index, index))
                 finished.append(work.FinishedSample(group.group_index, index, ids, array("f", [-1.0] * len(ids)), "stop"))
         context.samples(finished[:-1])
-        while self.last_token_gate is not None and not self.last_token_gate.wait(0.01):
+        while self.last_token_gate is not None and not self.last_token_gate.wait(0.01) and not self.killed.is_set():
             context.check()
         context.samples(finished[-1:])
         return work.GenerateResult(sum(len(group.token_ids) for group in groups), 3 * len(finished), 0.25, 0.5,
@@ -307,6 +309,7 @@ async def stub_mesh(runtime_dir: Path, checkpoint: Path, config: CoordinatorConf
 
     async def kill(name: str) -> None:
         await running.pop(name).drain(0)
+        engines[name].killed.set()
 
     async def replace(name: str, **changes) -> Stub:
         role, _, index = name.rpartition("-")
