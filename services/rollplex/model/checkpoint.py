@@ -161,14 +161,14 @@ def save_checkpoint(
     shards: Mapping[str, Shard] | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> None:
-    """Write `out`, which must not exist yet; it appears whole or not at all.
+    """Write `out`, which must not exist yet or be an empty directory; it appears whole or not at all.
 
     `views` holds one rank's parameters (TP = 1), or a list has every rank's. With `gather`, every rank calls this with
     its own: gather(name, local) returns all ranks' tensors on the rank that writes and None on the others. `shards` says how
     they were cut; absent, as ActorLayout.build cuts them for that many ranks.
     """
-    if out.exists():
-        raise BadInput(f"{out} exists already; a checkpoint is not overwritten", reason="OUTPUT_EXISTS")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(f"{out} exists and is not an empty directory", reason="OUTPUT_EXISTS", path=out)
     tensors = _whole_tensors(config, views, gather, shards)
     partial = out.with_name(f".{out.name}.partial")
     file_of: dict[str, str] = {}

@@ -8,20 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rollplex.core.errors import BadInput
 from rollplex.model import VisionLanguageModel, save_checkpoint
 
 
 def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[str, torch.Tensor]) -> int:
     """Writes `path`, whole or not at all, and returns its bytes; 0 on ranks that do not write.
 
-    `source` gives configuration, tokenizer and processor files. Raises BadInput when `path` exists and is not empty.
+    `source` gives configuration, tokenizer and processor files. Raises BadInput when `path` exists and is not an empty directory.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise BadInput(f"{path} exists and is not an empty directory", reason="OUTPUT_EXISTS", path=path)
-    if model.tp_rank == 0 and path.exists():
-        path.rmdir()
-
     def gather(name: str, local: torch.Tensor) -> Sequence[torch.Tensor] | None:
         # NCCL moves bytes in order, whatever a tensor's strides say, and gets no mapped slab: a copy, contiguous.
         local = local.clone(memory_format=torch.contiguous_format)

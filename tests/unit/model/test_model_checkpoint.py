@@ -153,7 +153,8 @@ def test_broken_index_is_named(checkpoints, tmp_path):
 def test_nothing_is_overwritten(checkpoints, tmp_path):
     config, views = read_model_config(checkpoints[False]), views_of(checkpoints[False])
     (tmp_path / "out").mkdir()
-    with pytest.raises(BadInput, match="exists already"):
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(BadInput, match="exists and is not an empty directory"):
         save_checkpoint(checkpoints[False], tmp_path / "out", config, views)
 
 
