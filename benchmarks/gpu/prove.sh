@@ -31,7 +31,7 @@ if [ "$device" = cpu ]; then
 fi
 
 gpu="$tests -m gpu"
-wanted exact && part exact 90 $gpu tests/gpu/test_gpu_exactness.py
+wanted exact && part exact 200 $gpu tests/gpu/test_gpu_exactness.py
 wanted prompts && part prompts 120 $gpu tests/gpu/test_gpu_vllm_prompts.py
 wanted replay && part replay 240 $gpu tests/gpu/test_gpu_replay.py
 wanted kills && part kills 420 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-mps
