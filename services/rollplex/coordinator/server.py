@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from grpc import aio
@@ -42,28 +43,29 @@ def service_names(mesh: MeshSection, config: CoordinatorConfig) -> list[str]:
 async def build(mesh: MeshSection, model: ModelSection, config: CoordinatorConfig) -> tuple[Coordinator, Callable]:
     """The coordinator, ready to start, and what closes it."""
     loop = asyncio.get_running_loop()
-    session = await loop.run_in_executor(None, lambda: BrokerSession.connect(
-        mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator", timeout_s=BROKER_TIMEOUT_S))
-    journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite", config.journal_full_wait_s)
-    recordings = Recordings.open(journal, config.replay_journal)
-    shapes = await loop.run_in_executor(None, read_shapes, model.checkpoint)
-    peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype), Admission(config_facts(mesh, model)))
-    decoder = MediaDecoder(config.decode_workers)
-    await decoder.start()
-    processor = await loop.run_in_executor(
-        None, lambda: PromptProcessor.load(model.checkpoint, max_prompt_tokens=model.max_prompt_tokens))
-    intake = Intake(session, decoder, processor, config.media, config.media_roots, peers.broker_thread)
-    rewards = RewardBook(journal)
-    checkpoints = RunCheckpoints(peers, config.checkpoints or mesh.checkpoints_dir)
-    coordinator = Coordinator(peers, journal, intake, rewards, recordings, checkpoints)
 
-    async def close() -> None:
-        await coordinator.close()
-        await recordings.close()
-        await decoder.close()
-        await loop.run_in_executor(None, session.close)
+    def connect() -> BrokerSession:
+        return BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process="coordinator", role="coordinator",
+                                     timeout_s=BROKER_TIMEOUT_S)
 
-    return coordinator, close
+    async with contextlib.AsyncExitStack() as stack:
+        session = await loop.run_in_executor(None, connect)
+        stack.push_async_callback(asyncio.to_thread, session.close)
+        decoder = MediaDecoder(config.decode_workers)
+        stack.push_async_callback(decoder.close)
+        journal = Journal(config.journal or mesh.runtime_dir / "journal.sqlite", config.journal_full_wait_s)
+        recordings = Recordings.open(journal, config.replay_journal)
+        stack.push_async_callback(recordings.close)
+        shapes = await loop.run_in_executor(None, read_shapes, model.checkpoint)
+        peers = Mesh(mesh, session, Planner(mesh, shapes, model.dtype), Admission(config_facts(mesh, model)))
+        await decoder.start()
+        processor = await loop.run_in_executor(
+            None, lambda: PromptProcessor.load(model.checkpoint, max_prompt_tokens=model.max_prompt_tokens))
+        intake = Intake(session, decoder, processor, config.media, config.media_roots, peers.broker_thread)
+        checkpoints = RunCheckpoints(peers, config.checkpoints or mesh.checkpoints_dir)
+        coordinator = Coordinator(peers, journal, intake, RewardBook(journal), recordings, checkpoints)
+        stack.push_async_callback(coordinator.close)
+        return coordinator, stack.pop_all().aclose
 
 
 async def register_builtin(coordinator: Coordinator, mesh: MeshSection, config: CoordinatorConfig) -> None:

@@ -64,6 +64,6 @@ async def test_an_end_that_was_written_and_not_told_is_told_by_the_successor(mes
 async def test_a_restart_repeats_nothing_that_was_told(mesh):
     await iterate(mesh)
     await mesh.coordinator.runs.log_of(mesh.coordinator.runs.get("run")).flush()
-    last = mesh.coordinator.last_sequence(mesh.coordinator.runs.get("run"))
+    last = mesh.coordinator.runs.last_sequence(mesh.coordinator.runs.get("run"))
     await mesh.restart()
-    assert mesh.coordinator.last_sequence(mesh.coordinator.runs.get("run")) == last
+    assert mesh.coordinator.runs.last_sequence(mesh.coordinator.runs.get("run")) == last
