@@ -17,7 +17,7 @@ FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= handle_frames keeper_frames tickets run_config prompt_rows media_headers
 
 help:
-	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (about 4 minutes after the install)"
+	@echo "make demo    train a small Qwen2.5-VL by GRPO on real videos, on this machine (a minute and a half after the install)"
 	@echo "make test    lint, import rules, and every test that needs no GPU and one process a role; WORKERS=2 share them"
 	@echo "make test-ranks  what starts several tensor-parallel ranks of a role as processes; WORKERS=2"
 	@echo "make test-vllm  the rollout contract on vLLM's CPU build, in an environment of its own (about 3 GB, 3 minutes)"
