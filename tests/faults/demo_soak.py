@@ -107,6 +107,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/demo-soak"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    # Started in the background it is ignored, also by the demo, which takes its mesh down on it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="rp-soak-") as folder, (arguments.out / "demo.log").open("wb") as log:
         command = [sys.executable, "-m", "rollplex_client.cli", "demo", "--out", str(arguments.out), "--runtime-dir", folder,
                    "--iterations", "100000", "--seed", str(arguments.seed)]
