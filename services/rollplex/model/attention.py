@@ -1,7 +1,8 @@
 """Attention of the decoder: causal over a prompt, and of packed suffixes over [boundary; suffixes].
 
-CUDA takes FlexAttention with a block mask; CPU takes SDPA with a dense mask: FlexAttention has no backward there.
-No key or value is repeated, neither per sample nor per query head (CPU: a stride-0 axis; CUDA: enable_gqa).
+CUDA takes two passes of FlashAttention (flash_suffix), or FlexAttention with a block mask for more than 16 bits; CPU takes SDPA
+with a dense mask: FlexAttention has no backward there. No key or value is repeated, neither per sample nor per query head (CPU: a
+stride-0 axis; FlexAttention: enable_gqa).
 Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = H / K, d head size.
 """
 
@@ -15,8 +16,13 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rollplex.memory.transfer import to_device
+from rollplex.model.flash_suffix import Samples, flash_suffix_attention, supports
 from rollplex.model.suffix_blocks import TILE, ordered, suffix_tiles
 
+Seen = torch.Tensor | BlockMask | Samples
+"""Who sees whom, in the form that the way of computing wants."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(k, v) [tokens, K, d] each."""
 _ONE_KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}
 """Fewer than 128 queries would go to a kernel for decoding, which is not there for all dtypes, head counts and lengths."""
 
@@ -30,12 +36,14 @@ def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tens
 
 
 def suffix_mask(
-    boundary_tokens: int, sample_index_T: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor | BlockMask:
-    """Who sees whom: all of the boundary, and causally the own sample. Additive [T, S], or a BlockMask on CUDA.
+    boundary_tokens: int, sample_index_T: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype, head_size: int
+) -> Seen:
+    """All of the boundary, and causally the own sample. On a CPU additive, [T, S].
 
     `lengths`: of the samples in `sample_index_T`, known on the host.
     """
+    if sample_index_T.is_cuda and supports(dtype, head_size):
+        return Samples.of(boundary_tokens, lengths, sample_index_T.device)
     if sample_index_T.is_cuda:
         return block_mask(boundary_tokens, sample_index_T, lengths)
     count = sample_index_T.shape[0]
@@ -45,14 +53,15 @@ def suffix_mask(
     return mask_TS
 
 
-def suffix_attention(
-    q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, mask: torch.Tensor | BlockMask
-) -> torch.Tensor:
+def suffix_attention(q_THd: torch.Tensor, boundary: Pair, own: Pair, seen: Seen) -> torch.Tensor:
     """-> [T, H, d]"""
-    if isinstance(mask, BlockMask):
+    if isinstance(seen, Samples):
+        return flash_suffix_attention(q_THd, boundary, own, seen)
+    k_SKd, v_SKd = (torch.cat(pair) for pair in zip(boundary, own, strict=True))
+    if isinstance(seen, BlockMask):
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_SKd, v_SKd))
-        return _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=_ONE_KERNEL)[0].transpose(0, 1)
-    return _grouped(q_THd, k_SKd, v_SKd, attn_mask=mask)
+        return _compiled_flex()(q, k, v, block_mask=seen, enable_gqa=True, kernel_options=_ONE_KERNEL)[0].transpose(0, 1)
+    return _grouped(q_THd, k_SKd, v_SKd, attn_mask=seen)
 
 
 def _grouped(q_THd: torch.Tensor, k_SKd: torch.Tensor, v_SKd: torch.Tensor, **how: object) -> torch.Tensor:

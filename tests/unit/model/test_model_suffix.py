@@ -152,7 +152,8 @@ def test_block_mask_means_what_the_dense_mask_means(boundary_tokens):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(15, 4, 16, generator=generator)
     k, v = (torch.randn(boundary_tokens + 15, 2, 16, generator=generator) for _ in range(2))
-    dense = suffix_attention(q, k, v, suffix_mask(boundary_tokens, samples, [5, 1, 9], torch.float32))
+    boundary, own = zip(*(x.split([boundary_tokens, 15]) for x in (k, v)))
+    dense = suffix_attention(q, boundary, own, suffix_mask(boundary_tokens, samples, [5, 1, 9], torch.float32, 16))
     heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
     block = attention.block_mask(boundary_tokens, samples, [5, 1, 9])
     flex = attention.flex_attention(*heads_first, block_mask=block, enable_gqa=True)[0].transpose(0, 1)

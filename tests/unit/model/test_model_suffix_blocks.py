@@ -16,7 +16,7 @@ CASES = [(0, [1]), (1, [1, 1]), (5, [300]), (128, [128, 128]), (256, [1, 127, 50
 
 def dense(boundary, lengths):
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return suffix_mask(boundary, index, lengths, torch.float32) == 0, index
+    return suffix_mask(boundary, index, lengths, torch.float32, 64) == 0, index
 
 
 @pytest.mark.parametrize(("boundary", "lengths"), CASES)
