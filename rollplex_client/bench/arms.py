@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rollplex.core.errors import BadInput
 from rollplex.core.sharing import POLICIES
@@ -86,6 +88,12 @@ def _placed(schedule: str, policy: str, given: tuple[int, int] | None, default: 
         arm = Arm(schedule, policy, train, rollout, max(1, (gpus - train) // rollout) if gpus else 1)
     _ = arm.topology
     return arm
+
+
+def by_mesh(arms: Sequence[Arm]) -> Iterator[list[Arm]]:
+    """Neighbours that differ in their schedule only: a policy and degrees are properties of processes, a schedule is a run's."""
+    for _, alike in groupby(arms, lambda arm: replace(arm, schedule="")):
+        yield list(alike)
 
 
 def check_gpus(arms: list[Arm], device: str, gpus: int) -> None:

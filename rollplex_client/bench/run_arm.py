@@ -1,4 +1,4 @@
-"""One arm: a mesh comes up, does the job's iterations, and goes down."""
+"""A mesh comes up, does the job's iterations once an arm, and goes down."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ArmRun:
     lengths: list[list[list[int]]]
     """Sampled tokens of every iteration, group and sample."""
     start_s: float
-    """From nothing to a mesh that serves, with an open run."""
+    """To an open run: from nothing, or from a mesh that an earlier arm has left."""
     wall_s: list[float]
     """From the end of one iteration to the end of the next, for all but the first."""
     memory: MemoryWatch
@@ -45,20 +45,42 @@ class ArmRun:
     """The mesh's effective configuration."""
 
 
-def run_arm(job: Job, arm: Arm, settings: Settings, logs: Path, output: Output, *, timeout_s: float,
-            on_health: OnHealth | None = None) -> ArmRun:
-    """Raises what bringing up a mesh and training raise; logs are kept either way."""
+@dataclass
+class BenchMesh:
+    """One that serves, with the benchmark's reward."""
+
+    client: Client
+    before_bytes: int | None
+    """Of GPU memory in use before it came up."""
+    up_s: float
+    """That it took, until an arm has counted it."""
+
+
+@contextlib.contextmanager
+def bench_mesh(job: Job, gpus: int, settings: Settings, logs: Path, *, timeout_s: float, on_health: OnHealth | None = None
+               ) -> Iterator[BenchMesh]:
+    """For arms that differ in their schedule. Raises what bringing up a mesh raises; logs are kept either way."""
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(watch_memory(job.device, arm.gpus))
+        with watch_memory(job.device, gpus) as memory:
+            before_bytes = memory.before_bytes
         stack.callback(_keep_logs, settings.mesh.runtime_dir, logs)
         supervisor = bring_up(settings, timeout_s=timeout_s, on_health=on_health)
         stack.callback(supervisor.shut_down, stop_timeout_s(settings))
         client = stack.enter_context(Client(settings.coordinator_address))
         client.register_reward(REWARD_NAME, stack.enter_context(_served_reward(settings.mesh.runtime_dir)))
+        yield BenchMesh(client, before_bytes, time.monotonic() - began)
+
+
+def run_arm(job: Job, arm: Arm, mesh: BenchMesh, settings: Settings, output: Output) -> ArmRun:
+    """A run of its own, from the checkpoint's weights. Raises what training raises."""
+    client, began = mesh.client, time.monotonic() - mesh.up_s
+    with watch_memory(job.device, arm.gpus) as memory:
+        memory.before_bytes = mesh.before_bytes
         run = client.create_run(arm.run_name, settings.run)
         start_s = time.monotonic() - began
-        output.note(f"{arm}: mesh and run in {seconds_text(start_s)}")
+        output.note(f"{arm}: {'mesh and run' if mesh.up_s else 'run'} in {seconds_text(start_s)}")
+        mesh.up_s = 0.0
         ended = _iterate(client, run.name, job, output, str(arm))
         lengths = [_lengths(client, run.name, iteration, job) for iteration in range(job.iterations)]
         history = read_history(client, run.name)

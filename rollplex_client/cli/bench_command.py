@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from rich.markup import escape
 
 from rollplex.core.errors import BadInput, InternalError, RollplexError
 from rollplex_client.bench.arm_settings import arm_settings
-from rollplex_client.bench.arms import Arm, check_gpus, parse_arms
+from rollplex_client.bench.arms import Arm, by_mesh, check_gpus, parse_arms
 from rollplex_client.bench.facts import origin, probe_hardware
 from rollplex_client.bench.job import Job, check_numbers, make_job
 from rollplex_client.bench.measure import arm_result, equation_rows
 from rollplex_client.bench.page import write_page
-from rollplex_client.bench.run_arm import ArmRun, check_same_job, check_updated, run_arm
+from rollplex_client.bench.run_arm import ArmRun, bench_mesh, check_same_job, check_updated, run_arm
 from rollplex_client.bench.tables import summary_lines
 from rollplex_client.bench.trl import run_trl, trl_result
 from rollplex_client.cli.bench_arguments import ARMS
 from rollplex_client.cli.mesh_commands import health_display
 from rollplex_client.cli.output import FAILED, Output
+from rollplex_client.cli.settings import Settings
 from rollplex_client.formatting import seconds_text
 
 CPU_ARMS = "serial,overlap"
@@ -50,7 +52,10 @@ def bench(arguments: argparse.Namespace, output: Output) -> int:
         "failed": []}
     runs = _run_arms(job, arms, arguments, hardware, result, output)
     if arguments.vs == "trl":
-        _try(result, "trl", output, lambda: _run_trl(job, arguments, result, output))
+        try:
+            _run_trl(job, arguments, result, output)
+        except RollplexError as error:
+            _failed(result, "trl", error, output)
     write(arguments.out, result)
     page = write_page(arguments.out / "report.html", result)
     # Messages of failures may hold what the console would take for markup.
@@ -77,32 +82,42 @@ def build(arguments: argparse.Namespace) -> dict[str, Any]:
 def _run_arms(job: Job, arms: list[Arm], arguments: argparse.Namespace, hardware: dict[str, Any], result: dict[str, Any],
               output: Output) -> list[ArmRun]:
     runs: list[ArmRun] = []
-
-    def one(arm: Arm) -> None:
-        run = _run_one(job, arms, arm, arguments, hardware, output)
-        check_updated(run)
-        check_same_job([*runs[:1], run])
-        runs.append(run)
-        result["arms"].append(arm_result(job, run, hardware))
-
-    for arm in arms:
-        _try(result, str(arm), output, lambda arm=arm: one(arm))
-        # After every arm: a machine may be taken away at any time.
-        result["equation"] = equation_rows(runs)
-        write(arguments.out, result)
+    for alike in by_mesh(arms):
+        waiting = deque(alike)
+        while waiting:
+            try:
+                _run_alike(job, arms, waiting, runs, arguments, hardware, result, output)
+            except RollplexError as error:
+                # A mesh in which an arm failed is not measured any further.
+                _failed(result, str(waiting.popleft() if waiting else alike[-1]), error, output)
+                write(arguments.out, result)
     return runs
 
 
-def _run_one(job: Job, arms: list[Arm], arm: Arm, arguments: argparse.Namespace, hardware: dict[str, Any], output: Output
-             ) -> ArmRun:
-    # A mesh of its own: a policy is a property of its processes. Sockets' paths must be short, --out's may not be.
+def _run_alike(job: Job, arms: list[Arm], waiting: deque[Arm], runs: list[ArmRun], arguments: argparse.Namespace,
+               hardware: dict[str, Any], result: dict[str, Any], output: Output) -> None:
+    """Takes arms from `waiting` as they are done, on one mesh. Raises what the first of those that are left fails with."""
+    # Sockets' paths must be short, --out's may not be.
     folder = arguments.runtime_dir or Path(tempfile.mkdtemp(prefix="rpb-"))
-    hbm_bytes = hardware.get("hbm_bytes", DEFAULT_HBM_BYTES)
-    settings = arm_settings(job, arms, arm, folder / arm.run_name, arguments, hbm_bytes)
-    logs = arguments.out / "logs" / str(arm)
+    runtime_dir, hbm_bytes = folder / waiting[0].run_name, hardware.get("hbm_bytes", DEFAULT_HBM_BYTES)
+
+    def settings_of(arm: Arm) -> Settings:
+        return arm_settings(job, arms, arm, runtime_dir, arguments, hbm_bytes)
+
+    logs = arguments.out / "logs" / "+".join(map(str, waiting))
     try:
-        with health_display(output) as on_health:
-            return run_arm(job, arm, settings, logs, output, timeout_s=arguments.timeout, on_health=on_health)
+        with health_display(output) as on_health, bench_mesh(
+                job, waiting[0].gpus, settings_of(waiting[0]), logs, timeout_s=arguments.timeout, on_health=on_health) as mesh:
+            while waiting:
+                run = run_arm(job, waiting[0], mesh, settings_of(waiting[0]), output)
+                check_updated(run)
+                check_same_job([*runs[:1], run])
+                runs.append(run)
+                result["arms"].append(arm_result(job, run, hardware))
+                result["equation"] = equation_rows(runs)
+                waiting.popleft()
+                # After every arm: a machine may be taken away at any time.
+                write(arguments.out, result)
     finally:
         if not arguments.runtime_dir:
             shutil.rmtree(folder, ignore_errors=True)
@@ -115,13 +130,10 @@ def _run_trl(job: Job, arguments: argparse.Namespace, result: dict[str, Any], ou
     result["trl"] = trl_result(job, measured, result["arms"], result["hardware"])
 
 
-def _try(result: dict[str, Any], name: str, output: Output, work: Any) -> None:
+def _failed(result: dict[str, Any], name: str, error: RollplexError, output: Output) -> None:
     """A failure is part of the result."""
-    try:
-        work()
-    except RollplexError as error:
-        output.note(f"{name} failed: {error}")
-        result["failed"].append({"what": name, "reason": error.reason, "message": str(error)})
+    output.note(f"{name} failed: {error}")
+    result["failed"].append({"what": name, "reason": error.reason, "message": str(error)})
 
 
 def write(folder: Path, result: dict[str, Any]) -> Path:

@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_rig import Cli
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two meshes one after the other: a busy machine takes its time
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a busy machine takes its time
 
 SMALL = ("--shape", "tiny", "--device", "cpu", "--prompt-tokens", 160, "--groups", 2, "--samples", 2, "--response-tokens", 6,
          "--max-response-tokens", 12, "--iterations", 2)
@@ -15,7 +15,7 @@ SMALL = ("--shape", "tiny", "--device", "cpu", "--prompt-tokens", 160, "--groups
 
 @pytest.fixture
 def cli():
-    # No --runtime-dir: every arm makes one of its own.
+    # No --runtime-dir: every mesh makes one of its own.
     with Cli(runtime_dir=None, env={"OMP_NUM_THREADS": "1"}, timeout_s=500.0) as cli:
         yield cli
 
@@ -48,7 +48,9 @@ def test_arms_do_one_job_and_are_set_against_bounds_and_equation_1(cli):
     kept = json.loads((cli.folder / "out" / "bench.json").read_text())
     assert kept["arms"] == result["arms"]
     assert "serial@time-slice" in (cli.folder / "out" / "report.html").read_text()
-    assert (cli.folder / "out" / "logs" / "overlap@time-slice" / "coordinator.log").is_file()
+    assert (cli.folder / "out" / "logs" / "serial@time-slice+overlap@time-slice" / "coordinator.log").is_file()
+    # One mesh for both: the second arm waits for a run only.
+    assert serial["start_s"] > overlap["start_s"]
 
 
 @pytest.mark.ranks

@@ -47,12 +47,6 @@ class Variant:
     def deterministic(self) -> bool:
         return self.engine == "torch"
 
-    @property
-    def bound(self) -> float:
-        """||dA - dB|| / ||dA|| of the updates of a disturbed and an undisturbed run. Kernels that add by atomics are not
-        deterministic."""
-        return 0.0 if self.devices == "host" else 1e-3
-
 
 def variant(devices: str, engine: str, sharing: str = "time-slice"):
     made, marks = Variant(devices, engine, sharing), [ON_CPU]
@@ -126,12 +120,26 @@ def test_each_engine_is_killed_between_and_during_iterations(mesh, prompts, tmp_
         return
     # The run that was killed six times has learned what one that was left alone learns.
     found = weights_of(client, run, tmp_path / "killed")
-    alone = client.create_run("alone", config).name
-    iterate(client, alone, prompts, count)
-    error = distance(found, weights_of(client, alone, tmp_path / "alone"), start)
+    alone, one_short = left_alone(client, "alone", config, prompts, count, tmp_path)
+    error = distance(found, alone, start)
+    if mesh.variant.devices == "host":
+        assert error == 0.0
+        return
+    # A GPU adds in another order now and then; where that samples another token, even runs that nobody disturbs part.
+    again, _ = left_alone(client, "again", config, prompts, count, tmp_path)
+    lost = distance(one_short, alone, start)
     figure("killed against left alone", mesh=str(mesh.variant), iterations=count, kills=2 * len(ENGINES),
-           relative_difference=error)
-    assert error <= mesh.variant.bound
+           relative_difference=error, between_undisturbed_runs=distance(again, alone, start), with_one_update_less=lost)
+    assert error < lost / 4, "as if an update had been lost"
+
+
+def left_alone(client, name: str, config, prompts, count: int, folder: Path):
+    """Weights after `count` iterations, and after one less."""
+    run = client.create_run(name, config).name
+    iterate(client, run, prompts, count - 1)
+    short = weights_of(client, run, folder / f"{name}-short")
+    iterate(client, run, prompts)
+    return weights_of(client, run, folder / name), short
 
 
 def test_a_device_fault_restarts_every_engine_and_loses_nothing(mesh, prompts):

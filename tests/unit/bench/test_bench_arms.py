@@ -2,7 +2,7 @@ import pytest
 
 from rollplex.core.errors import BadInput
 from rollplex.core.sharing import POLICIES
-from rollplex_client.bench.arms import Arm, check_gpus, parse_arms
+from rollplex_client.bench.arms import Arm, by_mesh, check_gpus, parse_arms
 
 
 def test_arms_are_schedules_and_policies():
@@ -61,3 +61,13 @@ def test_disaggregated_needs_two_gpus():
     check_gpus(arms[:1], "cuda", 1)
     with pytest.raises(BadInput, match="disaggregated@time-slice"):
         check_gpus(arms, "cuda", 1)
+
+
+def test_neighbours_that_differ_in_their_schedule_share_a_mesh():
+    arms = parse_arms("serial@mps-priority,overlap@mps-priority,overlap@mps-default,serial,"
+                      "overlap:2x1,overlap:2x2", "cuda")
+    assert [[str(arm) for arm in alike] for alike in by_mesh(arms)] == [
+        ["serial@mps-priority", "overlap@mps-priority"], ["overlap@mps-default"], ["serial@time-slice"],
+        ["overlap@mps-priority:2x1"], ["overlap@mps-priority:2x2"]]
+    apart = parse_arms("disaggregated,serial:2x1", "cuda", gpus=2)
+    assert [len(alike) for alike in by_mesh(apart)] == [1, 1], "a replica of its own is another mesh"

@@ -94,7 +94,7 @@ def test_suffix_attention_of_the_published_head_size_in_bfloat16(boundary_tokens
     wanted = random(total, query_heads)
     results = []
     for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
-        q, k_B, v_B, k_T, v_T = leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+        q, k_B, v_B, k_T, v_T = leaves = [x.detach().clone().to(device, dtype).requires_grad_() for x in inputs]
         seen = attention.suffix_mask(boundary_tokens, samples.to(device), lengths, dtype, 128)
         out = attention.suffix_attention(q, (k_B, v_B), (k_T, v_T), seen)
         out.backward(wanted.to(device, dtype))
