@@ -47,6 +47,8 @@ class Custody:
         self.grants = Grants(self.slabs, self.leases, self.actors, self.sessions, self.fence, vault)
         self._vault = vault
         self._clock = clock
+        self._leaving: dict[str, asyncio.Task[int]] = {}
+        """Deleted slabs whose pages are not free yet."""
         self._phase_order = ("", 0)
         """Caller and number of the phase that was entered last."""
 
@@ -137,9 +139,18 @@ class Custody:
     def list_slabs(self, prefix: str) -> list[Slab]:
         return [self.slabs.by_name[name] for name in sorted(self.slabs.by_name) if name.startswith(prefix)]
 
-    def delete(self, secret: str, name: str) -> int:
-        """Gives the pages back and returns their bytes. Raises WrongState while others lease the slab."""
+    async def delete(self, secret: str, name: str) -> int:
+        """Gives the pages back and returns their bytes, once they are free; asked again meanwhile, likewise. Raises WrongState
+        while others lease the slab."""
         session = self.sessions.get(secret)
+        if name in self.slabs.by_name or name not in self._leaving:
+            leaving = asyncio.get_running_loop().create_task(self._free(*self._part_with(session, name)))
+            self._leaving[name] = leaving
+            leaving.add_done_callback(lambda done: self._leaving.pop(name) if self._leaving.get(name) is done else None)
+        # Whoever asked may go: what is begun is ended.
+        return await asyncio.shield(self._leaving[name])
+
+    def _part_with(self, session: Session, name: str) -> tuple[Slab, int]:
         slab = self.slabs.get(name)
         holders = [lease.session for lease in self.leases.on_slab(name) if lease.session != session.name]
         if holders:
@@ -152,10 +163,18 @@ class Custody:
         actor = self.actors.forget_slab(name)
         if actor is not None:
             self._vault.drop(records.actor_name(actor.run))
-        self.slabs.remove(name)
         self.ledger.remove(slab)
-        self._vault.drop(records.slab_name(name))
-        crash_point("broker.slab.deleted")
+        return self.slabs.part_with(name)
+
+    async def _free(self, slab: Slab, fd: int) -> int:
+        """Ours is the last descriptor, since the keeper has closed its own; closing it takes a second for some ten GiB, in which
+        the loop is free."""
+        try:
+            await self._vault.forget(records.slab_name(slab.name))
+            crash_point("broker.slab.deleted")
+        finally:
+            await asyncio.to_thread(os.close, fd)
+            self.slabs.freed(slab)
         return slab.size_bytes
 
     async def acquire(self, secret: str, name: str, mode: LeaseMode, snapshot: int | None,

@@ -117,6 +117,15 @@ class KeeperLink:
         if self._up.is_set():
             self._send({"op": "drop", "name": name}, None, None)
 
+    async def forget(self, name: str) -> None:
+        if not self._up.is_set():
+            return
+        answer = asyncio.get_running_loop().create_future()
+        self._send({"op": "drop", "name": name}, None, answer)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                await answer
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -33,6 +33,9 @@ class Vault(Protocol):
     def drop(self, name: str) -> None:
         """Likewise."""
 
+    async def forget(self, name: str) -> None:
+        """The same, and returns once the keeper has closed its descriptor, or is lost."""
+
 
 class NoVault:
     """No keeper: the slabs end with the broker."""
@@ -44,6 +47,9 @@ class NoVault:
         return
 
     def drop(self, name: str) -> None:
+        return
+
+    async def forget(self, name: str) -> None:
         return
 
 

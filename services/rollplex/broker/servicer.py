@@ -40,7 +40,7 @@ class BrokerServicer(pb_grpc.MemoryBrokerServiceServicer):
         return pb.ListSlabsResponse(slabs=[to_proto(slab, pb.Slab) for slab in slabs])
 
     async def DeleteSlab(self, request: pb.DeleteSlabRequest, context: aio.ServicerContext) -> pb.DeleteSlabResponse:
-        return pb.DeleteSlabResponse(size_bytes=self._custody.delete(request.session, request.name))
+        return pb.DeleteSlabResponse(size_bytes=await self._custody.delete(request.session, request.name))
 
     async def AcquireLease(self, request: pb.AcquireLeaseRequest,
                            context: aio.ServicerContext) -> pb.AcquireLeaseResponse:

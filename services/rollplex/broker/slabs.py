@@ -1,4 +1,5 @@
-"""The slabs in custody: descriptors, never mappings. `announce`, `accept` and `remove` keep the account of their bytes."""
+"""The slabs in custody: descriptors, never mappings. `announce`, `accept`, `part_with` and `freed` keep the account of their
+bytes."""
 
 from __future__ import annotations
 
@@ -133,11 +134,12 @@ class SlabStore:
             return fcntl.fcntl(self.fds[name], fcntl.F_DUPFD_CLOEXEC, 0)
         return os.open(f"/proc/self/fd/{self.fds[name]}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def remove(self, name: str) -> Slab:
-        slab = self.by_name.pop(name)
-        os.close(self.fds.pop(name))
+    def part_with(self, name: str) -> tuple[Slab, int]:
+        """The slab and its descriptor, which is the caller's now. Its bytes count until they are `freed`."""
+        return self.by_name.pop(name), self.fds.pop(name)
+
+    def freed(self, slab: Slab) -> None:
         self.device_bytes[slab.device] -= slab.size_bytes
-        return slab
 
     def _identify(self, slab: Slab, fd: int) -> int | None:
         """The inode; None for CUDA allocations, whose descriptors have none: their generation stands for it."""

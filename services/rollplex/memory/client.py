@@ -42,6 +42,8 @@ _LOST = ("HANDLE_SOCKET_DOWN", "SESSION_NOT_FOUND")
 """Reasons that a new connection may cure."""
 _AWAY = ("UNAVAILABLE", "DRAINING", "RECONNECT_GRACE")
 """Reasons that go with time: gRPC's own, of a broker that is down; a broker's last; a restarted one's, which waits for others."""
+FREEING_S = 120.0
+"""In which the pages of a deleted slab are free: a broker needs a second for some ten GiB."""
 _RETRY_S = 1.0
 """Between attempts of the watching thread after a refusal."""
 
@@ -160,14 +162,16 @@ class BrokerSession:
         return tuple(from_proto(Slab, slab) for slab in answer.slabs)
 
     def delete(self, name: str) -> int:
-        """Bytes given back (0 when only a lost first attempt knew). Raises WrongState (SLAB_LEASED) while others lease it."""
+        """Bytes given back, free by then (0 when only a lost first attempt knew). Raises WrongState (SLAB_LEASED) while others
+        lease it."""
         attempts = 0
 
         def work(connection: HandleConnection) -> int:
             nonlocal attempts
             attempts += 1
             try:
-                return self._rpc(self._stub.DeleteSlab, pb.DeleteSlabRequest(session=connection.session, name=name)).size_bytes
+                request = pb.DeleteSlabRequest(session=connection.session, name=name)
+                return self._rpc(self._stub.DeleteSlab, request, self._timeout_s + FREEING_S).size_bytes
             except NotFound as error:
                 # The first attempt's answer was lost with the connection.
                 if attempts > 1 and error.reason == "SLAB_NOT_FOUND":
@@ -263,13 +267,14 @@ class BrokerSession:
         """One RPC whose request is made from the session's secret."""
         return self._call(lambda connection: self._rpc(method, request(connection.session)))
 
-    def _rpc(self, method: Callable[..., Any], request: Any) -> Any:
+    def _rpc(self, method: Callable[..., Any], request: Any, timeout_s: float | None = None) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
             # A stopped broker: its socket takes the request in, and nobody reads it.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise Unavailable(f"the broker: no answer within {self._timeout_s:g} s", reason="BROKER_SILENT") from error
+                raise Unavailable(f"the broker: no answer within {timeout_s:g} s", reason="BROKER_SILENT") from error
             raise error_from_rpc(error) from error
 
     def _call(self, work: Callable[[HandleConnection], T], failed: HandleConnection | None = None) -> T:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,20 @@ def fill(session, name, value, size=1000, object_class="optimizer_state"):
 def content(session, name, **options):
     with session.lease(name, READ, **options) as lease:
         return os.pread(lease.fd, lease.slab.size_bytes, 0)
+
+
+def descriptors(pid: int) -> list[str]:
+    return [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def test_a_deleted_slab_is_free_when_the_answer_comes(mesh):
+    session = mesh.session()
+    fill(session, "gone", 1, size=1 << 20)
+    processes = mesh.broker.pid, mesh.keeper.pid
+    assert all(any(target.startswith("/memfd:") for target in descriptors(pid)) for pid in processes)
+    assert session.delete("gone") == 1 << 20
+    assert not any(target.startswith("/memfd:") for pid in processes for target in descriptors(pid))
+    assert session.ledger().host_slab_bytes == 0
 
 
 def test_a_killed_broker_loses_nothing(mesh):

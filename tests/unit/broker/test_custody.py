@@ -138,10 +138,43 @@ async def test_the_host_limit_counts_announcements_and_shows_the_table(custody, 
     assert "optimizer_state" in str(caught.value)
     clock.now_s = 31.0
     custody.announce(session.secret, Slab("c", "gradients", "", "host", 40_000))
-    assert custody.delete(session.secret, "a") == 60_000
+    assert await custody.delete(session.secret, "a") == 60_000
     assert custody.slabs.host_bytes == 40_000
     custody.disconnect(session, orderly=True)
     assert custody.slabs.host_bytes == 0, "announcements end with the session"
+
+
+class SlowVault(NoVault):
+    """A keeper that lets go of a slab when `let_go` is set."""
+
+    def __init__(self):
+        self.let_go = asyncio.Event()
+
+    async def forget(self, name):
+        await self.let_go.wait()
+
+
+async def test_a_deleted_slab_counts_until_its_pages_are_free():
+    vault = SlowVault()
+    custody = Custody(vault, host_limit_bytes=100_000)
+    session, _ = connect(custody, "trainer-0")
+    await make(custody, session, "a", size=60_000)
+    first = asyncio.create_task(custody.delete(session.secret, "a"))
+    await asyncio.sleep(0)
+    assert custody.list_slabs("") == [], "nobody leases it any more"
+    again = asyncio.create_task(custody.delete(session.secret, "a"))
+    await asyncio.sleep(0.05)
+    assert not (first.done() or again.done())
+    with pytest.raises(OutOfMemory):
+        custody.announce(session.secret, Slab("b", "gradients", "", "host", 60_000))
+    first.cancel()
+    vault.let_go.set()
+    assert await again == 60_000, "it goes on without whoever asked first"
+    assert custody.slabs.host_bytes == 0
+    await make(custody, session, "a", size=60_000)
+    with pytest.raises(NotFound):
+        await custody.delete(session.secret, "b")
+    custody.close()
 
 
 async def test_descriptors_are_read_only_for_readers(custody):
@@ -231,7 +264,7 @@ async def test_actor_rules(custody):
     await lease(custody, rollout, ACTOR, READ, snapshot=1)
     assert custody.get_snapshot("r").update_epoch == 0
     with pytest.raises(WrongState, match="leased by rollout-0#2"):
-        custody.delete(trainer.secret, ACTOR)
+        await custody.delete(trainer.secret, ACTOR)
 
 
 @pytest.mark.parametrize("state", ["sleeping", "stopped"])
@@ -479,8 +512,10 @@ async def test_what_the_keeper_gives_back_is_checked(custody, clock):
 
 
 async def test_an_unknown_session_gets_nothing(custody):
-    for call in (lambda: custody.announce("x", Slab("s", "media", "", "host", 1)), lambda: custody.delete("x", "s"),
+    for call in (lambda: custody.announce("x", Slab("s", "media", "", "host", 1)),
                  lambda: custody.release("x", "l"), lambda: custody.report("x", ())):
         with pytest.raises(RollplexError) as caught:
             call()
         assert caught.value.reason == "SESSION_NOT_FOUND"
+    with pytest.raises(RollplexError, match="session"):
+        await custody.delete("x", "s")

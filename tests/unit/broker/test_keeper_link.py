@@ -46,6 +46,16 @@ async def link(tmp_path):
     await made.close()
 
 
+async def test_forgetting_ends_with_the_keepers_answer_or_with_the_keeper(link, tmp_path):
+    await link.forget("slab/of-nobody-s")  # the link is down: whoever comes back is given what there is
+    keeper = PlayedKeeper(tmp_path / "k.sock")
+    await link.put("slab/a", {}, None)
+    await link.forget("slab/a")
+    assert keeper.names.count("slab/a") == 2
+    await keeper.stop()
+    await asyncio.wait_for(link.forget("slab/b"), 2.0)
+
+
 async def test_a_waiting_put_does_not_wait_for_the_back_off(link, tmp_path):
     await asyncio.sleep(0.9)  # retries are at 0.05, 0.15, 0.35, 0.75 and 1.55 s after the loss
     keeper = PlayedKeeper(tmp_path / "k.sock")
