@@ -88,7 +88,7 @@ def _sharing(settings: Settings, health: dict[str, str]) -> dict[str, Any] | Non
     if mesh_section.policy is None:
         return None
     daemon = health.get(programs.MPS, "UNKNOWN") if mesh_section.policy.daemon else None
-    return {"policy": mesh_section.sharing, "prefix_sm_percent": mesh_section.prefix_sm_percent, "daemon": daemon}
+    return {"policy": mesh_section.sharing, "prefix_sm_percent": mesh_section.prefix_percent, "daemon": daemon}
 
 
 def _coordinator_view(settings: Settings) -> tuple[Mesh | None, str]:

@@ -144,7 +144,7 @@ def _environment(settings: Settings, program: Program) -> str:
     mesh = settings.mesh
     if mesh.policy is not None:
         variables |= environment(mesh.policy, program.section, pipe_directory=mesh.mps_pipe_dir,
-                                 prefix_sm_percent=mesh.prefix_sm_percent)
+                                 prefix_sm_percent=mesh.prefix_percent)
     return ",".join(f'{name}="{value}"' for name, value in variables.items())
 
 

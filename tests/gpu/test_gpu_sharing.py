@@ -190,7 +190,7 @@ def logs(mesh: MeshSection) -> str:
 def client(mesh: MeshSection, role: str) -> Iterator[tuple[subprocess.Popen, dict]]:
     """A process with the role's environment, and what it found."""
     variables = without_mps_variables(dict(os.environ)) | environment(
-        mesh.policy, role, pipe_directory=mesh.mps_pipe_dir, prefix_sm_percent=mesh.prefix_sm_percent)
+        mesh.policy, role, pipe_directory=mesh.mps_pipe_dir, prefix_sm_percent=mesh.prefix_percent)
     process = subprocess.Popen([sys.executable, "-c", CLIENT, str(mesh.runtime_dir / "effective.toml")], text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
     try:

@@ -279,11 +279,12 @@ class MeshSection:
     sharing: str = "mps-priority"
     """How processes share a GPU (docs/adr/0009-sharing-policies.md): `time-slice`, without MPS; `mps-default`; `mps-priority`,
     rollout above trainer and reference; `thread-cap`, that, with trainer and reference capped in all they do, and `sm-affinity`,
-    fixed shares for both sides (both computed wrongly with CUDA 13.0); `green-context`, as mps-priority with only the forward
-    pass of prefix blocks capped, unless run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
-    prefix_sm_percent: int = 70
+    fixed shares for both sides; `green-context`, as mps-priority with only the forward pass of prefix blocks capped, unless
+    run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
+    prefix_sm_percent: int = 0
     """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
-    `green-context`; rollout has the rest under `sm-affinity`, else no cap."""
+    `green-context`; rollout has the rest under `sm-affinity`, else no cap. 0: 50 under the first two, at most of whose other
+    shares cuBLAS computes wrongly (an engine then refuses to start), 70 under the third."""
     stall_timeout_s: float = 10.0
     """How long a process of the mesh may be stopped (SIGSTOP) before the watchdog kills it, and it is started again; the keeper
     is continued, and one that a debugger has stopped left alone. 0: for ever."""
@@ -293,8 +294,8 @@ class MeshSection:
 
     def __post_init__(self) -> None:
         _one_of("sharing", self.sharing, tuple(POLICIES))
-        if not 1 <= self.prefix_sm_percent <= 99:
-            raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99")
+        if not 0 <= self.prefix_sm_percent <= 99:
+            raise ValueError(f"prefix_sm_percent is {self.prefix_sm_percent}; it must be from 1 to 99, or 0 for the policy's own")
         for name in ("train_tensor_parallel", "rollout_tensor_parallel", "reference_tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
         for name in ("hbm_budget_gib", "hbm_runtime_gib", "stall_timeout_s", "hang_timeout_s"):
@@ -347,9 +348,14 @@ class MeshSection:
         return POLICIES[self.sharing] if self.devices == "cuda" else None
 
     @property
+    def prefix_percent(self) -> int:
+        """prefix_sm_percent, or the policy's own."""
+        return self.prefix_sm_percent or POLICIES[self.sharing].sm_percent
+
+    @property
     def prefix_stream_percent(self) -> int | None:
         """Share of the SMs for prefix blocks, where they have a stream of their own."""
-        return self.prefix_sm_percent if self.policy is not None and self.policy.prefix_stream_capped else None
+        return self.prefix_percent if self.policy is not None and self.policy.prefix_stream_capped else None
 
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""

@@ -36,6 +36,8 @@ class Policy:
     """Rollout gets 100 - prefix_sm_percent."""
     prefix_stream_capped: bool = False
     """Blocks of a prefix run on a stream of prefix_sm_percent of the SMs; all else of those processes on all of them."""
+    sm_percent: int = 50
+    """prefix_sm_percent where the configuration says nothing. A client's cap cannot be any number: rollplex.engine.products."""
 
 
 POLICIES = {
@@ -44,7 +46,7 @@ POLICIES = {
     "mps-priority": Policy(prefix_yields=True),
     "thread-cap": Policy(prefix_yields=True, prefix_clients_capped=True),
     "sm-affinity": Policy(prefix_clients_capped=True, rollout_gets_rest=True),
-    "green-context": Policy(prefix_yields=True, prefix_stream_capped=True),
+    "green-context": Policy(prefix_yields=True, prefix_stream_capped=True, sm_percent=70),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from rollplex.core.errors import BadInput, InternalError, OutOfMemory, RollplexError
 from rollplex.core.phases import Phase
 from rollplex.core.topology import torch_device
+from rollplex.engine.products import check_products
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -20,7 +21,8 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def use_device(name: str) -> torch.device:
     """Topology.device_name -> where the calling thread's engine computes from now on, in full float32.
 
-    Raises BadInput (NO_DEVICE) without such a GPU, and (EXPANDABLE_SEGMENTS) where torch's allocator was told to use them: they
+    Raises BadInput (NO_DEVICE) without such a GPU, (CAP_COMPUTES_WRONGLY) in a process that is capped to a part of one for which
+    cuBLAS does not work, and (EXPANDABLE_SEGMENTS) where torch's allocator was told to use them: they
     are mapped and unmapped by the same driver calls as our slabs, vLLM's sleep mode refuses them, and one environment serves all
     roles of a mesh. Fragmentation, which they are for, ends with `release_cached` at every barrier.
     """
@@ -37,6 +39,7 @@ def use_device(name: str) -> torch.device:
     # float32 means float32: TF32 keeps 10 bits of the mantissa. cuDNN's own switch is on by default.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    check_products(device)
     return device
 
 

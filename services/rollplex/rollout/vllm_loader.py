@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rollplex.core.errors import InternalError
-from rollplex.rollout.vllm_internals import align_tower, plain_linear_layers, tensor_parallel_place
+from rollplex.rollout.vllm_internals import align_tower, on_gpu, plain_linear_layers, tensor_parallel_place
 
 if TYPE_CHECKING:
     from rollplex.engine.actor import ActorMapping
@@ -59,6 +59,11 @@ class SlabLoader(BaseModelLoader):
         """Weights come from the slab."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        # Here, because vLLM imports this module in every process, those that only read a model's config included.
+        from rollplex.engine.products import check_products
+
+        if on_gpu():
+            check_products(torch.device("cuda"))
         with parameters_without_memory(), plain_linear_layers():
             model = super().load_model(*args, **kwargs)
         check_placed(model, model.rollplex_actor.mapping.views())

@@ -126,8 +126,8 @@ def test_the_supervisor_sets_each_roles_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(("values", "expected", "words"), [
-    ({}, {"policy": "mps-priority", "prefix_sm_percent": 70, "daemon": "UNREACHABLE"}, "mps-priority, MPS daemon UNREACHABLE"),
-    ({"sharing": "time-slice"}, {"policy": "time-slice", "prefix_sm_percent": 70, "daemon": None}, "MPS daemon not used"),
+    ({}, {"policy": "mps-priority", "prefix_sm_percent": 50, "daemon": "UNREACHABLE"}, "mps-priority, MPS daemon UNREACHABLE"),
+    ({"sharing": "time-slice"}, {"policy": "time-slice", "prefix_sm_percent": 50, "daemon": None}, "MPS daemon not used"),
     ({"devices": "host"}, None, "")])
 def test_status_shows_the_policy_and_whether_its_daemon_lives(settings, monkeypatch, capsys, values, expected, words):
     running = merged(settings, {"mesh": values})

@@ -75,9 +75,15 @@ def test_the_default_on_a_gpu():
     assert MeshSection(runtime_dir=Path("/r"), devices="cuda", sharing="green-context").prefix_stream_percent == 70
 
 
+@pytest.mark.parametrize(("sharing", "percent"), [("thread-cap", 50), ("sm-affinity", 50), ("green-context", 70)])
+def test_a_policys_own_share_and_one_that_is_set(sharing, percent):
+    assert MeshSection(runtime_dir=Path("/r"), sharing=sharing).prefix_percent == percent
+    assert MeshSection(runtime_dir=Path("/r"), sharing=sharing, prefix_sm_percent=25).prefix_percent == 25
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"sharing": "mps"}, "one of time-slice, mps-default"), ({"devices": "gpu"}, "one of host, cuda"),
-    ({"prefix_sm_percent": 0}, "from 1 to 99"), ({"prefix_sm_percent": 100}, "from 1 to 99")])
+    ({"prefix_sm_percent": -1}, "from 1 to 99"), ({"prefix_sm_percent": 100}, "from 1 to 99")])
 def test_wrong_values_say_what_is_allowed(values, words):
     with pytest.raises(ValueError, match=words):
         MeshSection(runtime_dir=Path("/run/mesh"), **values)

@@ -102,5 +102,6 @@ def test_suffix_attention_of_the_published_head_size_in_bfloat16(boundary_tokens
     for name, found, expected in zip(("out", "q", "k boundary", "v boundary", "k own", "v own"), *results, strict=True):
         if not expected.numel():
             continue
-        error = float((found.float().cpu() - expected).norm() / expected.norm())
+        # A query that sees one key has a gradient of exactly nothing, which is no measure.
+        error = float((found.float().cpu() - expected).norm() / expected.norm().clamp(min=1.0))
         assert error < 0.01, f"{name}: {error:.4f}"
