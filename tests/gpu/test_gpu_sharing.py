@@ -70,7 +70,7 @@ def stream() -> Iterator:
 
     made = PrefixStream(0, 50)
     yield made
-    made.close()
+    made.rest()
 
 
 def test_a_capped_stream_multiplies_rightly_and_in_order(stream):

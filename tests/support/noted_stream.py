@@ -1,4 +1,4 @@
-"""A stand-in for rollplex.engine.prefix_stream.PrefixStream: it notes how often it is entered, and that it is closed."""
+"""A stand-in for rollplex.engine.prefix_stream.PrefixStream: it notes how often it is entered, and whether it has a context."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 class NotedStream:
     def __init__(self) -> None:
-        self.entered, self.closed = 0, False
+        self.entered, self.open = 0, False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        assert not self.closed
+        self.open = True
         self.entered += 1
         yield
 
-    def close(self) -> None:
-        self.closed = True
+    def rest(self) -> None:
+        self.open = False

@@ -19,38 +19,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from rollplex.core.config import MeshSection
 
+if TYPE_CHECKING:
+    from rollplex.memory.green_context import GreenStream
+
 log = logging.getLogger(__name__)
 
 
 class PrefixStream:
-    """rollplex.model.Limit. Owner thread only."""
+    """rollplex.model.Limit. Owner thread only.
+
+    Its green context is there from the first block of a phase until `rest`: making one takes 2 ms, and while one was there, idle,
+    all else of an iteration took twice as long (docs/adr/0009-sharing-policies.md).
+    """
 
     def __init__(self, ordinal: int, percent: int) -> None:
         """Raises InternalError when CUDA gives no green context."""
-        # Here, so that a process without a GPU never needs cuda-bindings.
-        from rollplex.memory.green_context import GreenStream
-
+        self._ordinal, self._percent = ordinal, percent
         self._device = torch.device("cuda", ordinal)
+        self._green: GreenStream | None = None
         # A green context is made within the primary one, which torch makes and keeps current on this thread.
         torch.cuda.init()
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize(self._device)
-        self._green = GreenStream(ordinal, percent)
-        self._stream = torch.cuda.ExternalStream(self._green.handle, device=self._device)
+        self._open()
+        self.sm_count = self._green.sm_count
         log.info("prefix blocks run on %d of %d SMs", self.sm_count, self._green.device_sm_count)
-
-    @property
-    def sm_count(self) -> int:
-        return self._green.sm_count
+        self.rest()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """What is launched inside runs on the capped stream, in order with what is outside."""
+        if self._green is None:
+            self._open()
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         try:
@@ -59,9 +65,20 @@ class PrefixStream:
         finally:
             self._green.join(outside.cuda_stream)
 
-    def close(self) -> None:
-        self._stream.synchronize()
-        self._green.close()
+    def rest(self) -> None:
+        """Gives the SMs back until the next block. Waits for what was launched; no graph may be left that was recorded here.
+        Idempotent."""
+        green, self._green = self._green, None
+        if green is not None:
+            self._stream.synchronize()
+            green.close()
+
+    def _open(self) -> None:
+        # Here, so that a process without a GPU never needs cuda-bindings.
+        from rollplex.memory.green_context import GreenStream
+
+        self._green = GreenStream(self._ordinal, self._percent)
+        self._stream = torch.cuda.ExternalStream(self._green.handle, device=self._device)
 
 
 def open_prefix_stream(mesh: MeshSection, ordinal: int) -> PrefixStream | None:

@@ -37,8 +37,8 @@ def check_products(device: torch.device) -> None:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         raise BadInput(
             f"with {percent}% of the GPU's threads ({sms} SMs) cuBLAS computes wrongly here: {wrong[0]}, and {len(wrong) - 1} "
-            "other products. On an H200 mesh.prefix_sm_percent = 50 is right for both sides; or take mesh.sharing = \"mps-priority\" "
-            "(docs/adr/0009-sharing-policies.md)", reason="CAP_COMPUTES_WRONGLY", percent=percent, sm_count=sms)
+            "other products. On an H200 mesh.prefix_sm_percent = 50 is right for both sides; mesh.sharing = \"mps-priority\" "
+            "caps nobody (docs/adr/0009-sharing-policies.md)", reason="CAP_COMPUTES_WRONGLY", percent=percent, sm_count=sms)
 
 
 def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] = WIDTHS, tokens: tuple[int, ...] = TOKENS,

@@ -114,6 +114,7 @@ class ReferenceEngine:
                     hashes.append(inputs.hash())
                     crash_point("reference.prefix.group")
                     context.progress(done, len(groups), "groups")
+            self._rest()
         self._report.at_barrier()
         return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
 
@@ -142,6 +143,7 @@ class ReferenceEngine:
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """Drops every boundary."""
         released = self._drop_boundaries()
+        self._rest()
         if leave_snapshot:
             self.bound_snapshot = -1
         crash_point("reference.quiesce.done")
@@ -150,10 +152,13 @@ class ReferenceEngine:
     def close(self) -> None:
         self.communicator.close()
         self._drop_boundaries()
-        if self._prefix_stream is not None:
-            self._prefix_stream.close()
+        self._rest()
         self._weights.close()
         self._session.close()
+
+    def _rest(self) -> None:
+        if self._prefix_stream is not None:
+            self._prefix_stream.rest()
 
     @contextmanager
     def _together(self, phase: Phase, command: str) -> Iterator[None]:

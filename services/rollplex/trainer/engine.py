@@ -154,6 +154,9 @@ class TrainerEngine:
                 hashes.append(inputs.hash())
                 crash_point("trainer.prefix.group")
                 context.progress(done, len(groups), "groups")
+            if self._config.saved_activations != "keep":
+                # Only such graphs are gone back through on that stream.
+                self._rest()
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
             return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
@@ -310,6 +313,7 @@ class TrainerEngine:
         """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease, once a checkpoint
         that is read from it is done."""
         released = self._prefixes.release_all()
+        self._rest()
         if leave_snapshot:
             self.durable.wait(context)
             self._actor.unbind()
@@ -323,10 +327,13 @@ class TrainerEngine:
         """Slabs stay with the broker."""
         self.communicator.close()
         self._close_run()
-        if self._prefix_stream is not None:
-            self._prefix_stream.close()
+        self._rest()
         self._actor.close()
         self._session.close()
+
+    def _rest(self) -> None:
+        if self._prefix_stream is not None:
+            self._prefix_stream.rest()
 
     def _close_run(self) -> None:
         self.durable.stop()

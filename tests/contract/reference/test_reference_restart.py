@@ -93,8 +93,8 @@ def test_prefix_blocks_run_on_the_stream_that_the_policy_gives(mesh, serve_refer
         materialize(reference, [group])
         blocks = stream.entered
         assert blocks == mesh.oracle.config.layer_count
+        assert not stream.open, "what follows has every SM"
         scored = score(reference, [respond(group)])
         for values, sample in zip(expected(mesh, group, respond(group)), scored.samples, strict=True):
             np.testing.assert_allclose(np.array(sample.logprobs), values, atol=1e-4)
         assert stream.entered == blocks
-    assert stream.closed

@@ -18,6 +18,8 @@ def test_only_prefix_blocks_run_on_it(build_engine, saved):
         assert prefix.boundary_bytes > 0
         # Two groups through two decoder layers: text has no vision blocks.
         assert stream is None or stream.entered == 4
+        # A graph that is gone back through on the stream needs it; nothing else after the prefixes may pay for it.
+        assert stream is None or stream.open == (saved == "keep")
         engine.train_suffix(QUIET, responses, scale_of(responses))
         found.append((prefix.saved_bytes, gradients(engine)))
     assert streams[1].entered == 4
@@ -28,9 +30,17 @@ def test_only_prefix_blocks_run_on_it(build_engine, saved):
         assert torch.equal(gradient, found[1][1][name]), name
 
 
-def test_it_is_closed_with_the_engine(build_engine):
+@pytest.mark.parametrize("end", ["quiesce", "close"])
+def test_a_graph_that_was_kept_on_it_holds_it_no_longer_than_the_boundaries(build_engine, end):
+    prompts, _ = make_groups(count=1)
     stream = NotedStream()
     engine = build_engine(DictBroker(), torch.float64, prefix_stream=stream)
-    assert not stream.closed
-    build_engine(DictBroker(), torch.float64)
-    assert stream.closed and engine.communicator is not None
+    engine.open_run(QUIET, "run", -1, run_config(saved_activations="keep"), False)
+    engine.bind_snapshot(QUIET, 0)
+    engine.materialize_prefix(QUIET, prompts)
+    assert stream.open
+    if end == "quiesce":
+        engine.quiesce(QUIET, False)
+    else:
+        build_engine(DictBroker(), torch.float64)
+    assert not stream.open
