@@ -36,6 +36,8 @@ if [ "${ROLLPLEX_GROW_GIB:-150}" -gt 0 ]; then
 fi
 job="--prompt-tokens 4096 --kl-coef 0.04 --iterations 3 --gpus 2 --train-tp 2 --host-gib ${ROLLPLEX_HOST_GIB:-220} --timeout 200"
 job="$job ${ROLLPLEX_EXTRA:-}"
+# serial as overlap shares its GPUs, so that both are measured on one mesh.
+arms=serial@mps-priority,overlap@mps-priority,disaggregated
 LINES_KEPT=12
 wanted facts && part facts 40 sh -c 'nvidia-smi topo -m; nvidia-smi --query-gpu=index,name,memory.total --format=csv; env | grep -E "^(NCCL|TORCH|NVSHMEM|CUDA)"; df -h /tmp /dev/shm; '"$python"' benchmarks/gpu/check.py'
 wanted peer && part peer 60 $tests tests/gpu/test_gpu_two.py -k slab
@@ -45,9 +47,9 @@ wanted publish && part publish 60 "$python" benchmarks/publish/publish.py --devi
 [ -z "${grower:-}" ] || wait "$grower" || true
 [ ! -e "$out/memory.txt" ] || cat "$out/memory.txt"
 LINES_KEPT=90
-wanted 3b && bench 3b 420 $job --shape 3b --groups 16 --arms "${ROLLPLEX_ARMS:-overlap,serial,disaggregated}"
-wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms overlap:2x2,serial:2x2
+wanted 3b && bench 3b 420 $job --shape 3b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
+wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms serial@mps-priority:2x2,overlap@mps-priority:2x2
 # Half a group's suffixes at a time: one GPU that trains 7B alone has room for no more.
-wanted 7b && bench 7b 480 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-overlap,serial,disaggregated}" --set run.suffix_micro_batch_samples=4
+wanted 7b && bench 7b 480 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}" --set run.suffix_micro_batch_samples=4
 wanted rollout && part rollout 240 $tests tests/contract/rollout/test_rollout_contract.py -k vllm-cuda-tp2
 exit 0
