@@ -98,18 +98,6 @@ class PlanInput:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be at least 1", reason="BAD_PLAN")
 
     @property
-    def visual(self) -> int:
-        """Visual tokens of a prompt."""
-        return self.prompt_tokens if self.visual_tokens is None else self.visual_tokens
-
-    @property
-    def longest_visual(self) -> int:
-        """Of the prompt that has most."""
-        if self.longest_visual_tokens is not None:
-            return self.longest_visual_tokens
-        return max(self.prompt_tokens, self.longest_prompt_tokens)
-
-    @property
     def rollout_devices(self) -> int:
         return self.gpus if self.rollout_gpus is None or self.schedule != "disaggregated" else self.rollout_gpus
 
@@ -247,7 +235,7 @@ class Sizes:
 
     @property
     def layer_inputs(self) -> int:
-        """What checkpointing keeps of all prompts."""
+        """What checkpointing keeps of all prompts: inputs of the decoder's layers, of the tower's, and of its merger."""
         work = self.given.work
         return self.groups_per_rank * (self._inputs(work.prompt_tokens) + self._tower_inputs(work.visual))
 
@@ -255,16 +243,33 @@ class Sizes:
     def full_tape(self) -> int:
         """Every activation of all prompts."""
         work, shapes = self.given.work, self.given.shapes
-        tower = 0 if self.given.freeze_vision else shapes.vision.depth * self._tower_layer_kept(work.visual)
+        tower = 0
+        if not self.given.freeze_vision:
+            tower = shapes.vision.depth * self._tower_layer_kept(work.visual) + self._merger_kept(work.visual)
         return self.groups_per_rank * (shapes.layer_count * self._layer_kept(work.prompt_tokens) + tower)
 
+    @property
+    def patches(self) -> int:
+        """Of all prompts, in the model's type, as the tower's first matrix keeps them for its own gradient."""
+        return 0 if self.given.freeze_vision else self._patch_elements * self.item
+
+    @property
+    def _patch_elements(self) -> int:
+        """Of all prompts."""
+        vision, work = self.given.shapes.vision, self.given.work
+        patch = vision.patch_size**2 * vision.temporal_patch_size * vision.in_channels
+        return self.groups_per_rank * work.visual * vision.spatial_merge_size**2 * patch
+
     def prefix_waiting(self, activations: str) -> int:
-        """What stays in HBM of the prefixes until their backward pass."""
-        return {"keep": self.full_tape, "recompute": self.layer_inputs}.get(activations, 0)
+        """What stays in HBM of the prefixes until their backward pass. Where all of it runs again the prompts wait: patches, and
+        tokens with their three positions in 64 bits."""
+        prompts = self._patch_elements * self.item + self.groups_per_rank * self.given.work.prompt_tokens * 4 * 8
+        return {"keep": self.full_tape + self.patches, "recompute": self.layer_inputs + self.patches, "offload": self.patches,
+                "from_inputs": prompts}[activations]
 
     def prefix_backward(self, activations: str) -> int:
         """What one prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again."""
-        again = self.layer_inputs // self.groups_per_rank if activations == "from_inputs" else 0
+        again = (self.layer_inputs + self.patches) // self.groups_per_rank if activations == "from_inputs" else 0
         return again + self.prefix_working_set
 
     def suffix_activations(self, saved: str) -> int:
@@ -289,7 +294,7 @@ class Sizes:
         tokens, vision = self.given.work.longest_visual, self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
-        tower = 0 if self.given.freeze_vision else self._tower_layer_kept(tokens) + gradients
+        tower = 0 if self.given.freeze_vision else max(self._tower_layer_kept(tokens), self._merger_kept(tokens)) + gradients
         return max(self.layer_working_set(self.longest_prompt), tower)
 
     @property
@@ -307,7 +312,7 @@ class Sizes:
         tower = self.given.shapes.vision
         if self.given.freeze_vision:
             return 0
-        return tokens * tower.depth * tower.hidden_size * tower.spatial_merge_size**2 * self.item
+        return tokens * (tower.depth + 1) * tower.hidden_size * tower.spatial_merge_size**2 * self.item
 
     def layer_working_set(self, tokens: int) -> int:
         """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once."""
@@ -328,6 +333,12 @@ class Sizes:
         patches = tokens * vision.spatial_merge_size**2
         elements = 6 * vision.hidden_size + 4 * vision.intermediate_size
         return patches * (2 * self._norm_kept(vision.hidden_size) + self.item * elements)
+
+    def _merger_kept(self, tokens: int) -> int:
+        """Of the norm as of any; of the MLP, which is as wide as it gets, what goes into its activation and comes out."""
+        vision = self.given.shapes.vision
+        patches = tokens * vision.spatial_merge_size**2
+        return patches * (self._norm_kept(vision.hidden_size) + 2 * self.item * vision.hidden_size)
 
     def _norm_kept(self, width: int) -> int:
         return width * (self.state_item + 2 * self.item)

@@ -85,9 +85,10 @@ def _embed(model: VisionLanguageModel, inputs: PromptInputs, count: int, run: Ru
             continue
         with torch.no_grad() if frozen else nullcontext():
             features = encode(model.visual, pixels.to(hidden_BD.device, model.dtype), grid, run)
-        # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it.
+        # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it. index_copy
+        # would keep the features until then.
         places = to_device(inputs.places_of(token, count), hidden_BD.device)
-        hidden_BD = hidden_BD.index_copy(0, places, features)
+        hidden_BD = hidden_BD.index_put((places,), features)
     return hidden_BD
 
 

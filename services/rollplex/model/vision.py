@@ -1,4 +1,5 @@
-"""transformers' Qwen2.5-VL vision tower: its parameters and orders, driven block by block so that each can be checkpointed.
+"""transformers' Qwen2.5-VL vision tower: its parameters and orders, driven block by block, so that each (and the merger, which
+keeps as much as six) can be checkpointed.
 
 Legend: S patches in window order, W vision width, D decoder hidden, U = spatial_merge_size^2 patches a feature.
 """
@@ -50,4 +51,4 @@ def encode(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor, run_b
     for index, block in enumerate(tower.blocks):
         seen = frames if index in tower.fullatt_block_indexes else windows
         hidden_SW = run_block(VisionBlock(block), hidden_SW, windows=seen, rope=rope)
-    return tower.merger(hidden_SW)[grid_order]
+    return run_block(tower.merger, hidden_SW)[grid_order]

@@ -49,6 +49,8 @@ class Prefixes:
         self.release(group_index)
         counter = SavedBytes(self._model.parameters())
         pool_before = pool.used_bytes if pool is not None else 0
+        if saved == "from_inputs":
+            inputs = inputs.with_pixels(self._model.dtype)
         with counter.counting():
             boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._limit)
         # What the prefix runs again from waits where it will be needed.

@@ -149,12 +149,12 @@ def test_more_memory_never_stops_fitting():
 
 
 def test_what_does_not_fit_is_told_what_to_change():
-    plan = make_plan(paper(hbm_bytes=57 * GIB))
+    plan = make_plan(paper(hbm_bytes=60 * GIB))
     assert plan.hbm_over and not plan.fits
     tips = advice(plan)
     groups = next(int(tip.split()[1].rstrip(":")) for tip in tips if tip.startswith("--groups"))
     for count, expected in ((groups, True), (groups + 1, False)):
-        assert make_plan(paper(hbm_bytes=57 * GIB, work=replace(WORK, groups=count))).fits is expected
+        assert make_plan(paper(hbm_bytes=60 * GIB, work=replace(WORK, groups=count))).fits is expected
     assert {"--micro-batch-samples 4: fits", "--train-tp 8 --rollout-tp 8: fits"} <= set(tips)
 
 

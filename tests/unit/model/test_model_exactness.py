@@ -146,5 +146,6 @@ def test_offload_moves_each_layer_input_once(bind, exact):
     copies = CountingCopies()
     groups = make_groups(bound.config, ["image"], torch.float64, [2])
     two_stage_loss(bound.model, groups, 1.0, (), saved="offload", offload=copies)
-    layers = bound.config.layer_count + bound.config.vision.depth
+    # The tower's merger is one as well.
+    layers = bound.config.layer_count + bound.config.vision.depth + 1
     assert copies.put_count == copies.get_count == layers

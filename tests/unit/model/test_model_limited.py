@@ -21,7 +21,7 @@ class Notebook:
         self.inside: list[bool] = []
         """For each block that ran inside: whether autograd was on."""
         self.outside: list[bool] = []
-        projections = (*(block.attn.qkv for block in model.visual.blocks),
+        projections = (*(block.attn.qkv for block in model.visual.blocks), model.visual.merger.mlp[0],
                        *(layer.self_attn.k_proj for layer in model.language_model.layers))
         self._one_a_block = {id(projection.weight) for projection in projections}
 
@@ -90,7 +90,8 @@ def test_only_the_forward_pass_is_inside(bind, saved):
     (group,) = make_groups(bound.config, ["image"], torch.float32, [2])
     with notes.watching():
         boundary = prefix_forward(bound.model, group.inputs, saved, limit=notes)
-    blocks = bound.config.layer_count + bound.config.vision.depth
+    # The tower's merger is one as well.
+    blocks = bound.config.layer_count + bound.config.vision.depth + 1
     assert (notes.entered, len(notes.inside), notes.outside) == (blocks, blocks, [])
     # A graph that is made inside would be gone back through inside: on the capped stream.
     assert notes.inside == [saved == "keep"] * blocks
@@ -130,7 +131,7 @@ def test_offloading_sees_each_blocks_input_once(bind):
     bound, copies = bind(torch.float32), Counting()
     groups = make_groups(bound.config, ["image"], torch.float32, [2])
     two_stage_loss(bound.model, groups, 1.0, (), saved="offload", offload=copies, limit=Notebook(bound.model))
-    assert copies.puts == copies.gets == bound.config.layer_count + bound.config.vision.depth
+    assert copies.puts == copies.gets == bound.config.layer_count + bound.config.vision.depth + 1
 
 
 def test_a_failing_block_leaves_the_limit(bind):

@@ -68,5 +68,28 @@ def test_prefix_activations(bound, sizes, saved):
     assert 0.7 * planned <= counter.size_bytes <= planned
 
 
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+def test_prefix_activations_of_a_video(wide, bound, saved):
+    """Tower, merger and patches make up most of it: what is planned is what is kept, the text's last layer aside."""
+    dtype, (model, config) = bound[0], (bound[1].model, bound[1].config)
+    grid = np.array([[4, 16, 16]])
+    features = int(grid.prod()) // config.spatial_merge_size**2
+    tokens = np.array([config.vision_start_token_id, *[config.video_token_id] * features, config.vision_end_token_id, 5])
+    channels = 3 * config.vision.temporal_patch_size * config.vision.patch_size**2
+    pixels = np.random.default_rng(0).standard_normal((int(grid.prod()), channels), dtype=np.float32)
+    inputs = PromptInputs.from_arrays(config, token_ids=tokens, pixel_values_videos=pixels, video_grid_thw=grid,
+                                      second_per_grid_ts=np.ones(1))
+    inputs = inputs.with_pixels(model.dtype)
+    counter = SavedBytes(model.parameters())
+    with counter.counting():
+        prefix_forward(model, inputs, saved)
+    kept = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
+    work = Work(groups=1, samples=1, prompt_tokens=len(tokens), response_tokens=1, micro_batch_samples=1, visual_tokens=features)
+    planned = Sizes(PlanInput(shapes=read_shapes(wide), topology=Topology(), gpus=1, hbm_bytes=1, host_bytes=1,
+                              runtime_bytes=0, dtype=dtype, work=work)).prefix_waiting(saved)
+    # Beside it, indices and positions of a few bytes a token.
+    assert 0.8 * planned <= kept <= planned + 64 * len(tokens)
+
+
 def _text(config) -> PromptInputs:
     return PromptInputs.from_arrays(config, token_ids=np.arange(3, 3 + PROMPT))
