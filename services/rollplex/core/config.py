@@ -178,7 +178,7 @@ class RunConfig:
     seed: int = 0
     saved_activations: str = "keep"
     """What the trainer's prefix leaves for backward: `keep` (every activation), `recompute` (layer inputs), `offload` (layer
-    inputs, in the host pool) or `from_inputs` (nothing: the prefix runs again from the frames)."""
+    inputs, in the host pool) or `from_inputs` (nothing but the prompt, from which the prefix runs again)."""
     suffix_activations: str = "keep"
     """What a suffix forward leaves for its backward: `keep` (every activation) or `recompute` (layer inputs). The gradients are
     the same to the last bit."""

@@ -36,7 +36,7 @@ def prefix_forward(
     keep         every activation
     recompute    layer inputs; layers run again in the backward pass
     offload      layer inputs, in `offload`'s host storage
-    from_inputs  nothing; the whole prefix runs again from the frames
+    from_inputs  nothing but the prompt (patches and tokens); the whole prefix runs again from it
 
     Under `limit` blocks (the tower's and the decoder's) run on fewer SMs, but for what the backward pass runs, unless every
     activation is kept.
