@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from rollplex.model import (
     read_model_config,
     tensor_parallel_group,
 )
+from rollplex.model.warmup import warm_up
 from rollplex.reference.config import ReferenceConfig
 from rollplex.reference.engine import ReferenceEngine, Weights
 from rollplex.reference.paging import PagedWeights
@@ -75,6 +77,8 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,
-                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model)))
+                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
+                         warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
+                                         config.mesh.topology.device_name(rank), trains=False)))
     finally:
         destroy_tensor_parallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,8 @@ from rollplex.v1 import phase_service_pb2, phase_service_pb2_grpc
 
 AddRole = Callable[[aio.Server, EngineHost], str]
 """Adds the role's own servicer and returns its full service name."""
+WarmUp = Callable[[Callable[[], bool]], None]
+"""What an engine does before its first command, if there is time: it is told whether to stop."""
 
 
 def add_engine(host: EngineHost, add_role: AddRole) -> Callable[[aio.Server], list[str]]:
@@ -28,15 +31,20 @@ def add_engine(host: EngineHost, add_role: AddRole) -> Callable[[aio.Server], li
 
 
 async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine], add_role: AddRole, *,
-                       drain_timeout_s: float, config: Mapping[str, Facts]) -> None:
+                       drain_timeout_s: float, config: Mapping[str, Facts], warm_up: WarmUp | None = None) -> None:
     """Builds the engine on its owner thread, serves it until SIGTERM, then closes it there. `config`: what it was configured
-    with, of core.compatibility.config_facts."""
+    with, of core.compatibility.config_facts. `warm_up` runs there while nobody waits yet, and raises nothing; what comes
+    meanwhile waits for it."""
     owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner")
     loop = asyncio.get_running_loop()
     engine = await loop.run_in_executor(owner, build)
     host = EngineHost(engine, owner, end_when_fatal)
+    stopping = threading.Event()
+    if warm_up is not None:
+        owner.submit(warm_up, stopping.is_set)
 
     async def close() -> None:
+        stopping.set()
         host.abort_all()
         await loop.run_in_executor(owner, engine.close)
         owner.shutdown()

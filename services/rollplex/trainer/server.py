@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rollplex.core.compatibility import config_facts
@@ -20,6 +22,7 @@ from rollplex.model import (
     read_model_config,
     tensor_parallel_group,
 )
+from rollplex.model.warmup import warm_up
 from rollplex.rpc.engine_server import serve_engine
 from rollplex.rpc.server import configure_logging, run
 from rollplex.trainer.actor_slabs import ActorSlabs
@@ -63,6 +66,8 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
     init_tensor_parallel(0, 1)
     try:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
-                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model)))
+                         drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
+                         warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
+                                         config.mesh.topology.device_name(rank), trains=True)))
     finally:
         destroy_tensor_parallel()

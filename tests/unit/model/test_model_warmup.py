@@ -1,0 +1,75 @@
+"""What is run before the first command: every step of an iteration's forward and backward passes, and nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from rollplex.core.config import ModelSection
+from rollplex.model import VisionLanguageModel, read_model_config, warmup
+from rollplex.model.warmup import rehearse, two_layers, warm_up
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("trains", "steps"), [
+    (True, ["prefix", "suffix", "suffix backward", "prefix backward"]), (False, ["prefix", "score"])])
+def test_an_iteration_of_two_layers(checkpoints, single_rank, trains, steps, dtype):
+    config = read_model_config(checkpoints[False])
+    modes = []
+    for step in rehearse(config, dtype, CPU, trains=trains):
+        modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        assert step == steps[len(modes) - 1]
+    assert modes == [(True, False)] * len(steps), "no mode of ours is the caller's"
+    gc.collect()
+    assert not any(isinstance(found, VisionLanguageModel) and found.config.vocab_size == two_layers(config).vocab_size
+                   for found in gc.get_objects())
+
+
+def test_widths_are_the_models_own(checkpoints):
+    config = read_model_config(checkpoints[True])
+    small = two_layers(config)
+    assert (small.layer_count, small.vision.depth) == (2, 2)
+    for name in ("hidden_size", "intermediate_size", "head_count", "kv_head_count", "head_size", "mrope_section"):
+        assert getattr(small, name) == getattr(config, name)
+    assert small.vision.hidden_size == config.vision.hidden_size
+    assert config.vision.depth == 3, "the model's config is untouched"
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """A GPU's warm-up of made-up steps; those that ran."""
+    ran: list[int] = []
+
+    def made_up(*arguments, **options):
+        for step in range(3):
+            ran.append(step)
+            yield str(step)
+            if step == 1 and options["trains"]:
+                raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(warmup, "rehearse", made_up)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: ran.append(-1))
+    return ran
+
+
+def test_it_is_for_gpus(checkpoints, steps):
+    section = ModelSection(checkpoint=checkpoints[False])
+    warm_up(section.checkpoint, section.dtype, "host:0", lambda: False, trains=True)
+    assert steps == []
+    warm_up(section.checkpoint, section.dtype, "cuda:0", lambda: False, trains=False)
+    assert steps == [0, 1, 2, -1]
+
+
+def test_it_stops_when_the_engine_does(checkpoints, steps):
+    warm_up(checkpoints[False], "float32", "cuda:0", lambda: True, trains=False)
+    assert steps == [0, -1]
+
+
+def test_what_fails_is_told_and_left_for_the_first_use(checkpoints, steps, caplog):
+    warm_up(checkpoints[False], "float32", "cuda:0", lambda: False, trains=True)
+    assert steps == [0, 1, -1]
+    assert "kernels will be compiled at their first use: OutOfMemoryError: no room" in caplog.text
