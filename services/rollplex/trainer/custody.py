@@ -1,31 +1,25 @@
 """A trainer rank's slabs at the broker: optimizer state, flip log, gradients. They outlive the process.
 
-Gradients are in host memory for as long as the run is open, or on the device from the first suffix to the end of the update.
-
 A new run: `delete_earlier`, `create_slabs`, RunState(new=True), ActorSlabs.load. After a restart: RunState(new=False) alone.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 from rollplex.core.config import OptimizerConfig
 from rollplex.core.errors import WrongState
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.leases import LeaseMode
 from rollplex.core.placement import Placement
-from rollplex.core.topology import is_cuda, is_host
+from rollplex.core.topology import is_host
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_registration import HostRegistration
 from rollplex.memory.mapping import MappedSlab
 from rollplex.model import ActorLayout, VisionLanguageModel, module_of
-from rollplex.trainer.flip_log import FlipLog, log_bytes
-from rollplex.trainer.gradients import GradientBuffer
-from rollplex.trainer.optimizer_state import OptimizerState, StateLayout
-
-Held = TypeVar("Held", "HeldSlab", "VisitingSlab")
+from rollplex.trainer.flip_log import log_bytes
+from rollplex.trainer.optimizer_state import StateLayout
 
 
 def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayout:
@@ -127,62 +121,6 @@ class VisitingSlab:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-
-
-class RunState:
-    """An open run's optimizer state and gradient buffer."""
-
-    def __init__(self, session: BrokerSession, model: VisionLanguageModel, layout: StateLayout, run: str, *, new: bool,
-                 device: str = "host", gradients: str = "host") -> None:
-        """`device`: the rank's. `gradients`: TrainerSection.gradients, `hbm` or `host`."""
-        self.layout = layout
-        sizes, on_gpu = slab_sizes(layout), is_cuda(device)
-        names = {what: state_slab(run, model.tp_rank, what) for what in sizes}
-        self._held: list[HeldSlab | VisitingSlab] = []
-        self._visiting: VisitingSlab | None = None
-        try:
-            state = self._hold(HeldSlab(session, names["optimizer"], sizes["optimizer"], registered=on_gpu)).bytes
-            flips = self._hold(HeldSlab(session, names["flips"], sizes["flips"])).bytes
-            if gradients == "hbm":
-                self._visiting = VisitingSlab(session, names["gradients"], "gradients", sizes["gradients"], device, run)
-                flat = self._hold(self._visiting).bytes
-            else:
-                flat = self._hold(HeldSlab(session, names["gradients"], sizes["gradients"], registered=on_gpu)).bytes
-            self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)), new=new)
-            self.gradients = GradientBuffer(layout, flat, model)
-        except BaseException:
-            self._release()
-            raise
-        self.gradients.attach()
-
-    @property
-    def gradients_present(self) -> bool:
-        """The gradient buffer may be touched."""
-        return self._visiting is None or self._visiting.backed
-
-    def admit_gradients(self) -> None:
-        """The gradient buffer is there, zero if it was not before. Raises OutOfMemory with the ledger's table."""
-        if self._visiting is not None:
-            self._visiting.back()
-
-    def discard_gradients(self) -> None:
-        """What was summed is gone, and the device's memory with it."""
-        if self._visiting is not None:
-            self._visiting.drop()
-        else:
-            self.gradients.zero()
-
-    def close(self) -> None:
-        self.gradients.detach()
-        self._release()
-
-    def _hold(self, slab: Held) -> Held:
-        self._held.append(slab)
-        return slab
-
-    def _release(self) -> None:
-        while self._held:
-            self._held.pop().close()
 
 
 def slab_sizes(layout: StateLayout) -> dict[str, int]:

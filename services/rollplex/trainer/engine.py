@@ -29,10 +29,9 @@ from rollplex.model.manifest import build_manifest, check_manifest, check_replic
 from rollplex.trainer import custody, export
 from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.durable import DurableCheckpoints
-from rollplex.trainer.gradients import GradientStage
-from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
-from rollplex.trainer.suffixes import SuffixRunner, check_responses
+from rollplex.trainer.run_state import GradientStage, RunState
+from rollplex.trainer.suffixes import SuffixRunner
 from rollplex.trainer.update import StreamedUpdate
 
 
@@ -60,13 +59,11 @@ class TrainerEngine:
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
         self.durable = DurableCheckpoints(model, checkpoint, self._device)
-        self._prefix_stream = prefix_stream
         self._prefixes = Prefixes(model, self._arena, prefix_stream)
         self._views = actor.views()
         self._config = RunConfig()
-        self._state: custody.RunState | None = None
+        self._state: RunState | None = None
         self._pool: PinnedPool | None = None
-        self._stage = GradientStage.EMPTY
         # The views keep their addresses for ever, so parameters are bound once; a bind only maps pages behind them.
         model.bind(self._views)
         check_manifest(build_manifest(model.layout, self.rank), actor.own.views())
@@ -84,7 +81,6 @@ class TrainerEngine:
         self._close_run()
         with device_errors(Phase.IDLE, "open_run", self._actor.device):
             self._open_slabs(run, config, attach)
-        self._stage = GradientStage.INHERITED if attach else GradientStage.EMPTY
         self.open_run_name = run
         self._report.send()
         whole = sum(math.prod(shard.full_shape) for shard in self._model.shards.values())
@@ -97,8 +93,8 @@ class TrainerEngine:
             custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
                                  device if config.ablation.no_state_offload else "host")
             crash_point("trainer.open.created")
-        self._state = custody.RunState(self._session, self._model, layout, run, new=not attach, device=device,
-                                       gradients=self._gradients_at)
+        self._state = RunState(self._session, self._model, layout, run, new=not attach, device=device,
+                               gradients=self._gradients_at)
         self._actor.open(run)
         self._config = config
         if not attach:
@@ -142,24 +138,14 @@ class TrainerEngine:
         Raises WrongState while no snapshot is bound or an update is half applied, DataLoss for a prompt unlike the coordinator's.
         """
         with self._together(Phase.OVERLAP, "materialize_prefix"):
-            self._require_bound()
-            self._require_whole()
+            state = self._require_bound()
+            state.require_whole()
             self._prefixes.release_all()
-            self._discard_gradients()
-            hashes = []
-            for done, group in enumerate(groups, start=1):
-                context.check()
-                inputs = self._reader.read(group)
-                self._prefixes.add(group.group_index, inputs, self._config.saved_activations, self._pool)
-                hashes.append(inputs.hash())
-                crash_point("trainer.prefix.group")
-                context.progress(done, len(groups), "groups")
-            if self._config.saved_activations != "keep":
-                # Only such graphs are gone back through on that stream.
-                self._rest()
+            state.discard_gradients()
+            hashes = self._prefixes.materialize(context, self._reader, groups, self._config.saved_activations, self._pool)
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
-            return work.PrefixResult(tuple(hashes), self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
+            return work.PrefixResult(hashes, self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
 
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
@@ -171,16 +157,9 @@ class TrainerEngine:
             self._require_bound()
             if not temperature > 0:
                 raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
-            self._check_responses(groups)
-            samples: list[work.SampleLogprobs] = []
             runner = self._runner()
-            for done, group in enumerate(groups, start=1):
-                context.check()
-                samples += runner.score(self._prefixes.get(group.group_index), group, temperature)
-                if not keep_boundaries:
-                    self._prefixes.release(group.group_index)
-                crash_point("trainer.old_logprob.group")
-                context.progress(done, len(groups), "groups")
+            runner.check(groups)
+            samples = runner.score(context, groups, temperature, keep_boundaries=keep_boundaries)
             self._report.send()
             return work.ScoreResult(tuple(samples))
 
@@ -193,21 +172,13 @@ class TrainerEngine:
         responses that `check_responses` refuses.
         """
         with self._together(Phase.SUFFIX, "train_suffix"):
-            self._require_bound()
-            if self._stage not in (GradientStage.EMPTY, GradientStage.SUMMING):
-                raise WrongState(f"the gradient buffer is {self._stage}; a prefix opens the next mini-batch",
-                                 reason="GRADIENT_STAGE", stage=self._stage.value)
+            state = self._require_bound()
+            state.require_summing()
             ordered = sorted(groups, key=lambda group: group.group_index)
-            self._check_responses(ordered)
-            self._require_state().admit_gradients()
-            self._stage = GradientStage.SUMMING
-            runner, metrics = self._runner(), MetricSums()
-            for done, group in enumerate(ordered, start=1):
-                context.check()
-                metrics.merge(runner.train(self._prefixes.get(group.group_index), group, scale))
-                self._prefixes.release(group.group_index)
-                crash_point("trainer.suffix.group")
-                context.progress(done, len(ordered), "groups")
+            runner = self._runner()
+            runner.check(ordered)
+            state.begin_summing()
+            metrics = runner.train(context, ordered, scale)
             self._report.send()
             return work.SuffixResult(metrics.result())
 
@@ -217,18 +188,7 @@ class TrainerEngine:
         Raises WrongState for gradients that an earlier process left unfinished.
         """
         with self._together(Phase.UPDATE, "measure_gradient"):
-            state = self._require_state()
-            if self._stage is GradientStage.INHERITED:
-                raise WrongState("the gradients of an earlier process may be incomplete; redo the prefixes and suffixes",
-                                 reason="GRADIENT_STAGE", stage=self._stage.value)
-            state.admit_gradients()
-            state.gradients.settle()
-            if self._stage is GradientStage.SUMMING:
-                state.gradients.sum_replicas()
-                if self._check_hashes and self.tensor_parallel_size > 1:
-                    state.gradients.check_replicas()
-            self._stage = GradientStage.MEASURED
-            norm = state.gradients.norm()
+            norm = self._require_state().measure(check_replicas=self._check_hashes and self.tensor_parallel_size > 1)
             crash_point("trainer.norm.measured")
             return work.GradientResult(norm, math.isfinite(norm))
 
@@ -241,18 +201,10 @@ class TrainerEngine:
         """
         state = self._require_state()
         if order.skip:
-            self._require_whole()
-            self._discard_gradients()
+            state.require_whole()
+            state.discard_gradients()
             return work.UpdateResult(0, 0, 0)
-        if not 0 < order.clip_coefficient <= 1:
-            raise BadInput(f"clip_coefficient is {order.clip_coefficient}; it must be in (0, 1]", reason="BAD_UPDATE")
-        repeated = order.optimizer_step == state.optimizer.optimizer_step
-        if not repeated and self._stage not in (GradientStage.MEASURED, GradientStage.INHERITED):
-            raise WrongState(f"the gradient buffer is {self._stage}; measure it before the update",
-                             reason="GRADIENT_STAGE", stage=self._stage.value)
-        if not repeated and not state.gradients_present:
-            raise WrongState("the gradients of an earlier process are gone; redo the prefixes and suffixes",
-                             reason="GRADIENT_STAGE", stage=self._stage.value)
+        state.check_order(order)
         self.durable.wait(context)
         self._prefixes.release_all()
         self.bound_snapshot = -1
@@ -273,7 +225,7 @@ class TrainerEngine:
             crash_point("trainer.update.step_finished")
         finally:
             self._actor.unbind()
-        self._discard_gradients()
+        state.discard_gradients()
         release_cached(self._device)
         self._report.send()
         crash_point("trainer.update.left")
@@ -292,9 +244,9 @@ class TrainerEngine:
     def write_checkpoint(self, context: work.WorkContext, path: Path) -> work.CheckpointResult:
         """Begins to write this rank's part of a durable checkpoint of the bound snapshot and the state; `durable.outcome` tells
         the end. Raises WrongState while an update is half applied."""
-        self._require_bound()
-        self._require_whole()
-        size_bytes = self.durable.begin(path, self._views, self._require_state().optimizer)
+        state = self._require_bound()
+        state.require_whole()
+        size_bytes = self.durable.begin(path, self._views, state.optimizer)
         crash_point("trainer.checkpoint.begun")
         return work.CheckpointResult(str(path), size_bytes)
 
@@ -302,7 +254,7 @@ class TrainerEngine:
                            ) -> work.CheckpointResult:
         """Fills the slabs of a run that was just opened from a durable checkpoint, before its snapshot is registered."""
         state = self._require_state()
-        if self.bound_snapshot >= 0 or self._stage is not GradientStage.EMPTY:
+        if self.bound_snapshot >= 0 or state.stage is not GradientStage.EMPTY:
             raise WrongState("only a run that was just opened is restored", reason="RUN_NOT_NEW")
         with device_errors(Phase.IDLE, "restore_checkpoint", self._actor.device):
             size_bytes = self.durable.restore(path, self._actor, state.optimizer, optimizer_step, layout_digest)
@@ -313,7 +265,7 @@ class TrainerEngine:
         """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease, once a checkpoint
         that is read from it is done."""
         released = self._prefixes.release_all()
-        self._rest()
+        self._prefixes.rest()
         if leave_snapshot:
             self.durable.wait(context)
             self._actor.unbind()
@@ -327,13 +279,9 @@ class TrainerEngine:
         """Slabs stay with the broker."""
         self.communicator.close()
         self._close_run()
-        self._rest()
+        self._prefixes.rest()
         self._actor.close()
         self._session.close()
-
-    def _rest(self) -> None:
-        if self._prefix_stream is not None:
-            self._prefix_stream.rest()
 
     def _close_run(self) -> None:
         self.durable.stop()
@@ -355,31 +303,17 @@ class TrainerEngine:
             finish_work(self._device)
 
     def _runner(self) -> SuffixRunner:
-        return SuffixRunner(self._model, self._arena, self._config.loss, self._config.sampling.temperature,
+        return SuffixRunner(self._model, self._arena, self._prefixes, self._config.loss, self._config.sampling.temperature,
                             self._config.suffix_micro_batch_samples, self._chunk_tokens,
                             self._config.suffix_activations)
 
-    def _check_responses(self, groups: Sequence[work.ResponseGroup]) -> None:
-        for group in groups:
-            self._prefixes.get(group.group_index)
-            check_responses(group, self._model.config)
-
-    def _discard_gradients(self) -> None:
-        if self._stage is not GradientStage.EMPTY:
-            self._require_state().discard_gradients()
-            self._stage = GradientStage.EMPTY
-
-    def _require_state(self) -> custody.RunState:
+    def _require_state(self) -> RunState:
         if self._state is None:
             raise WrongState("no run is open", reason="NO_RUN")
         return self._state
 
-    def _require_whole(self) -> None:
-        """The gradients of an update that has begun are not to be thrown away: the run can only roll forward."""
-        if self._require_state().optimizer.interrupted:
-            raise WrongState("an update is half applied; order it again", reason="UPDATE_INTERRUPTED")
-
-    def _require_bound(self) -> None:
-        self._require_state()
+    def _require_bound(self) -> RunState:
+        state = self._require_state()
         if self.bound_snapshot < 0:
             raise WrongState("no snapshot is bound", reason="NO_SNAPSHOT")
+        return state

@@ -8,7 +8,6 @@ groups are never rounded to the actor's dtype.
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from functools import partial
 
 import torch
@@ -18,16 +17,6 @@ from rollplex.core.errors import DataLoss
 from rollplex.model import VisionLanguageModel
 from rollplex.trainer.host_sums import PIECE_ELEMENTS, HostSums
 from rollplex.trainer.optimizer_state import StateLayout
-
-
-class GradientStage(StrEnum):
-    """What the gradient buffer holds; README.md has the table."""
-
-    EMPTY = "empty"
-    SUMMING = "summing"
-    MEASURED = "measured"
-    INHERITED = "inherited"
-    """Left by an earlier process: of use to an update that had begun, to nothing else."""
 
 
 class GradientBuffer:

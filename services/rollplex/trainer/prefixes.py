@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import WrongState
 from rollplex.core.residency import Residency
+from rollplex.core.work import PreparedGroup, WorkContext
+from rollplex.engine import PromptReader
+from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.memory.arena import Arena, Hold
 from rollplex.memory.pinned_pool import PinnedPool
-from rollplex.model import Boundary, Limit, PromptInputs, VisionLanguageModel, prefix_forward
+from rollplex.model import Boundary, PromptInputs, VisionLanguageModel, prefix_forward
 from rollplex.trainer.saved_bytes import SavedBytes
 
 BOUNDARY = "boundary_trainer"
@@ -28,9 +33,9 @@ class ReadyPrefix:
 class Prefixes:
     """`add` and `release` are the pair, by group_index."""
 
-    def __init__(self, model: VisionLanguageModel, arena: Arena, limit: Limit | None = None) -> None:
-        """`limit`: rollplex.model.prefix_forward's."""
-        self._model, self._arena, self._limit = model, arena, limit
+    def __init__(self, model: VisionLanguageModel, arena: Arena, stream: PrefixStream | None = None) -> None:
+        """`stream`: where blocks run; absent: where everything does."""
+        self._model, self._arena, self._stream = model, arena, stream
         self._ready: dict[int, ReadyPrefix] = {}
 
     @property
@@ -40,6 +45,23 @@ class Prefixes:
     @property
     def saved_bytes(self) -> int:
         return self._arena.held_bytes(ACTIVATIONS)
+
+    def materialize(self, context: WorkContext, reader: PromptReader, groups: Sequence[PreparedGroup], saved: str,
+                    pool: PinnedPool | None) -> tuple[str, ...]:
+        """Reads and adds every group's prompt; their hashes. Raises as `add`, and DataLoss for a prompt unlike the
+        coordinator's."""
+        hashes = []
+        for done, group in enumerate(groups, start=1):
+            context.check()
+            inputs = reader.read(group)
+            self.add(group.group_index, inputs, saved, pool)
+            hashes.append(inputs.hash())
+            crash_point("trainer.prefix.group")
+            context.progress(done, len(groups), "groups")
+        if saved != "keep":
+            # Only graphs that keep everything are gone back through on that stream.
+            self.rest()
+        return tuple(hashes)
 
     def add(self, group_index: int, inputs: PromptInputs, saved: str, pool: PinnedPool | None) -> None:
         """Runs a prefix, attached to autograd, in place of the group's earlier one.
@@ -52,7 +74,7 @@ class Prefixes:
         if saved == "from_inputs":
             inputs = inputs.with_pixels(self._model.dtype)
         with counter.counting():
-            boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._limit)
+            boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._stream)
         # What the prefix runs again from waits where it will be needed.
         kept_bytes = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
         holds = [self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes),
@@ -76,6 +98,11 @@ class Prefixes:
         ready.boundary.release()
         for hold in ready.holds:
             hold.release()
+
+    def rest(self) -> None:
+        """Leaves the prefix stream's SMs to others, until the next prefix."""
+        if self._stream is not None:
+            self._stream.rest()
 
     def release_all(self) -> int:
         """Bytes released."""

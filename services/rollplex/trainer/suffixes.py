@@ -1,4 +1,4 @@
-"""A group's responses over its boundary: scoring without gradient, or loss and backward.
+"""The responses of groups over their boundaries: scoring without gradient, or loss and backward.
 
 Legend: R_i tokens of response i, T packed tokens of a micro-batch, N samples.
 """
@@ -14,15 +14,16 @@ from typing import Literal
 import torch
 
 from rollplex.core.config import LossConfig
+from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput
 from rollplex.core.residency import Residency
-from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs
+from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs, WorkContext
 from rollplex.memory.arena import Arena
 from rollplex.memory.transfer import to_device
 from rollplex.model import ModelConfig, VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
-from rollplex.trainer.prefixes import ReadyPrefix
+from rollplex.trainer.prefixes import Prefixes, ReadyPrefix
 from rollplex.trainer.saved_bytes import SavedBytes
 
 SUFFIX_ACTIVATIONS = "suffix_activations"
@@ -34,6 +35,7 @@ class SuffixRunner:
 
     model: VisionLanguageModel
     arena: Arena
+    prefixes: Prefixes
     loss: LossConfig
     temperature: float
     micro_batch_samples: int
@@ -42,9 +44,39 @@ class SuffixRunner:
     saved: Literal["keep", "recompute"]
     """RunConfig.suffix_activations."""
 
+    def check(self, groups: Sequence[ResponseGroup]) -> None:
+        """Raises WrongState for a group without boundary, BadInput for responses that `check_responses` refuses."""
+        for group in groups:
+            self.prefixes.get(group.group_index)
+            check_responses(group, self.model.config)
+
+    def score(self, context: WorkContext, groups: Sequence[ResponseGroup], temperature: float, *, keep_boundaries: bool
+              ) -> list[SampleLogprobs]:
+        """Log-probabilities of every sample, in the groups' order."""
+        scored: list[SampleLogprobs] = []
+        for done, group in enumerate(groups, start=1):
+            context.check()
+            scored += self._score_group(self.prefixes.get(group.group_index), group, temperature)
+            if not keep_boundaries:
+                self.prefixes.release(group.group_index)
+            crash_point("trainer.old_logprob.group")
+            context.progress(done, len(groups), "groups")
+        return scored
+
+    def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
+        """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
+        metrics = MetricSums()
+        for done, group in enumerate(groups, start=1):
+            context.check()
+            metrics.merge(self._train_group(self.prefixes.get(group.group_index), group, scale))
+            self.prefixes.release(group.group_index)
+            crash_point("trainer.suffix.group")
+            context.progress(done, len(groups), "groups")
+        return metrics
+
     @torch.no_grad()
-    def score(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
-        """Log-probabilities of every sample, by the same micro-batches as `train`, so that both agree to the last bit."""
+    def _score_group(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
+        """By the same micro-batches as `_train_group`, so that both agree to the last bit."""
         parts: list[torch.Tensor] = []
         for samples in self._micro_batches(group):
             parts += self._forward(ready, samples, temperature, with_entropy=False)[0]
@@ -53,8 +85,8 @@ class SuffixRunner:
         return [SampleLogprobs(group.group_index, sample.sample_index, array("f", part.numpy().tobytes()))
                 for sample, part in zip(group.samples, scored, strict=True)]
 
-    def train(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
-        """Adds the gradient of the group's share of the mini-batch's loss, suffixes first, then once through the prefix."""
+    def _train_group(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
+        """Suffixes first, then once through the prefix."""
         metrics = MetricSums()
         for samples in self._micro_batches(group):
             if any(sample.scored for sample in samples):

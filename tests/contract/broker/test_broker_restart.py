@@ -92,9 +92,9 @@ def test_what_a_restarted_broker_must_hear_is_said_again_until_it_has_heard(mesh
     fill(session, "s", 1)
     session.report_residency([ResidencyEntry("boundary_trainer", "trainer", "host", "hbm", 77, 77)])
     held = session.lease("s", READ)
-    session._leases.clear()  # as if its answer had been lost
+    session._link._leases.clear()  # as if its answer had been lost
     refusals = {"ReleaseLease": 1, "ReportResidency": 1}
-    rpc = session._rpc
+    rpc = session._link.rpc
 
     def flaky_rpc(method, request):
         name = type(request).__name__.removesuffix("Request")
@@ -103,7 +103,7 @@ def test_what_a_restarted_broker_must_hear_is_said_again_until_it_has_heard(mesh
             raise Unavailable("connection refused")
         return rpc(method, request)
 
-    monkeypatch.setattr(session, "_rpc", flaky_rpc)
+    monkeypatch.setattr(session._link, "rpc", flaky_rpc)
     rows = session.ledger().rows
     kill(mesh.broker)
     mesh.start_broker()

@@ -155,7 +155,7 @@ def test_a_stopped_reader_that_lost_its_connection_is_killed_before_the_update(m
         trainer.begin_update("r", 0, ["trainer-0"])
     assert caught.value.reason == "READERS_REMAIN"
     # As good as dead: the watcher is told not to reconnect, the connection breaks, the mapping stays.
-    reader.ask("[setattr(session, '_closed', True), session._connection.shut()] and None")
+    reader.ask("[setattr(session._link, '_closed', True), session._link._connection.shut()] and None")
     time.sleep(0.2)
     reader.process.send_signal(signal.SIGSTOP)
     assert trainer.begin_update("r", 0, ["trainer-0"]) == 1

@@ -31,7 +31,7 @@ def test_equals_torch_adamw_over_three_steps(build_engine, dtype, tolerance):
     for step in (1, 2, 3):
         engine.materialize_prefix(QUIET, [])
         generator = torch.Generator().manual_seed(step)
-        engine._stage = "measured"
+        engine._state.stage = "measured"
         engine._state.gradients.flat.copy_(torch.randn(engine._state.gradients.flat.shape, generator=generator))
         for name, gradient in gradients(engine).items():
             parameters[name].grad = gradient * 0.7
@@ -92,7 +92,7 @@ def test_frozen_modules_have_no_state_and_do_not_move(build_engine):
     assert {module_of(name) for name in engine._state.gradients.views} == {"projector"}
     assert {module_of(n) for n, p in engine._model.parameters_by_name().items() if p.requires_grad} == {"projector"}
     engine.materialize_prefix(QUIET, [])
-    engine._stage = "measured"
+    engine._state.stage = "measured"
     engine._state.gradients.flat.fill_(1.0)
     engine.apply_update(QUIET, order(1))
     engine.bind_snapshot(QUIET, 1)
@@ -166,7 +166,7 @@ def test_repeating_a_finished_update_changes_nothing(build_engine):
     again = engine.apply_update(QUIET, order(1))
     assert again.state_bytes == 0 and broker.bytes_of(ACTOR) == before
     with pytest.raises(WrongState, match="optimizer step 3"):
-        engine._stage = "measured"
+        engine._state.stage = "measured"
         engine.apply_update(QUIET, order(3))
 
 
