@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import sqrt
 
 import torch
@@ -27,11 +28,16 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def check_products(device: torch.device) -> None:
-    """Nothing in a process that is not capped. Raises BadInput (CAP_COMPUTES_WRONGLY), whose message says what may be set."""
+    """Nothing in a process that is not capped. Raises BadInput (CAP_COMPUTES_WRONGLY), whose message says what may be set.
+
+    `device`: with its index, since another thread asks: vLLM loads models with the pool of its sleep mode current on the thread,
+    and there cuBLAS's workspace would stay, to be copied and unmapped with the weights at every sleep.
+    """
     percent = os.environ.get(PERCENT_VARIABLE)
     if percent is None or device.type != "cuda":
         return
-    wrong = wrong_products(device)
+    with ThreadPoolExecutor(1) as other:
+        wrong = other.submit(wrong_products, device).result()
     torch.cuda.empty_cache()
     if wrong:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -56,17 +62,18 @@ def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] 
             x_TI, y_TO = random(count, inputs), random(count, outputs)
             for name, a, b in (("forward", x_TI, w_OI.T), ("input gradient", y_TO, w_OI), ("weight gradient", y_TO.T, x_TI)):
                 asked.append(f"{name} of {count} x {inputs} -> {outputs}")
-                worst.append(_largest_error(a, b, multiply(a, b)))
+                worst.append(_largest_error(a, b, multiply(a, b), generator))
     # One wait for all. A comparison is false for what is no number.
     right = torch.stack(worst).le(1.0).tolist()
     return [name for name, well in zip(asked, right, strict=True) if not well]
 
 
-def _largest_error(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor) -> torch.Tensor:
+def _largest_error(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Of c = a b, over what rounding allows: rows of c and of a (b r) for one vector r of random signs, by kernels that are no
     matrix products (Freivalds 1977)."""
-    signs_N = torch.randint(0, 2, (c_MN.shape[1],), device=c_MN.device).mul(2).sub(1).float()
-    through_K = torch.zeros(b_KN.shape[0], device=c_MN.device)
+    # Not from the process's generator, from which vLLM samples.
+    signs_N = torch.randint(0, 2, (c_MN.shape[1],), generator=generator, device=c_MN.device).mul(2).sub(1).float()
+    through_K = torch.zeros(b_KN.shape[0], dtype=torch.float32, device=c_MN.device)
     for columns in range(0, b_KN.shape[1], 4096):
         piece = slice(columns, columns + 4096)
         through_K += (b_KN[:, piece].float() * signs_N[piece]).sum(1)

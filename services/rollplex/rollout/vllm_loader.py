@@ -63,7 +63,7 @@ class SlabLoader(BaseModelLoader):
         from rollplex.engine.products import check_products
 
         if on_gpu():
-            check_products(torch.device("cuda"))
+            check_products(torch.device("cuda", torch.cuda.current_device()))
         with parameters_without_memory(), plain_linear_layers():
             model = super().load_model(*args, **kwargs)
         check_placed(model, model.rollplex_actor.mapping.views())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -15,7 +17,9 @@ SMALL = {"widths": ((96, 64), (300, 520), (64, 1500)), "tokens": (8, 65, 300)}
 
 
 def test_right_products_are_right():
+    before = torch.get_rng_state()
     assert wrong_products(CPU, **SMALL) == []
+    assert torch.equal(torch.get_rng_state(), before), "samples of a capped process are those of one that is not"
 
 
 @pytest.mark.parametrize("left", ["zeros", "another product's", "no numbers"])
@@ -37,6 +41,17 @@ def test_a_tile_that_nobody_wrote_is_found(left):
     assert "forward of 8 x 64 -> 96" not in found, "this one is too small to have the tile"
     # Products of at least 64 rows and columns: two of three forward and input's gradients, and every weight's.
     assert len(found) == 3 * (2 + 2 + 3)
+
+
+def test_it_asks_outside_the_memory_pool_of_whoever_loads_a_model(monkeypatch):
+    """torch's current pool is a thread's own."""
+    asked = []
+    monkeypatch.setattr(products, "wrong_products", lambda device: asked.append((device, threading.get_ident())) or [])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setenv(PERCENT_VARIABLE, "50")
+    check_products(torch.device("cuda", 1))
+    (device, thread), = asked
+    assert device.index == 1 and thread != threading.get_ident()
 
 
 def test_only_a_capped_process_asks(monkeypatch):
