@@ -90,6 +90,27 @@ def test_a_capped_stream_multiplies_rightly_and_in_order(stream):
         assert float(d.abs().max()) < 1e-9
 
 
+def test_a_stream_that_is_made_anew_for_every_prefix_leaves_no_memory_behind(stream):
+    """Workspaces of cuBLAS are kept a stream; results that outlive the green context stay whole."""
+    a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    expected = a @ a
+    torch.cuda.synchronize()
+
+    def prefix() -> int:
+        with stream():
+            b = a @ a
+        stream.rest()
+        # Made on a stream that is gone, read and freed on this one.
+        torch.testing.assert_close(b.float(), expected.float(), rtol=2e-2, atol=1.0)
+        del b
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    first = prefix()
+    assert [prefix() for _ in range(20)] == [first] * 20
+
+
 def test_torch_records_events_on_the_capped_stream(stream):
     """What NCCL, record_stream and profilers do with a current stream."""
     with stream():

@@ -8,7 +8,8 @@ C is the stream that is current outside, where all else of the process runs; S i
   stream runs in order. Made on S and read on C (keys, values, saved inputs): its bytes can only be handed out again inside the
   context, where S has waited for all that C had read by then. Made on C and read on S: handed out again only outside, where C
   has waited for S. So no record_stream and nothing kept alive, as long as every other stream (copies, NCCL) is joined to C
-  before what it reads is freed, which C's own memory asks for too.
+  before what it reads is freed, which C's own memory asks for too. What is freed after S has gone serves nobody until the caches
+  are flushed, at the next barrier.
 - Backward. Autograd runs an operation's backward on the stream of its forward. rollplex.model.activations therefore runs a
   block's forward without a graph here, and again, with one, on C in the backward pass. What does have a graph on S
   (saved_activations = "keep") has its backward there, capped; autograd itself then joins S to C.
@@ -71,6 +72,9 @@ class PrefixStream:
         green, self._green = self._green, None
         if green is not None:
             self._stream.synchronize()
+            # torch keeps a workspace of cuBLAS (32 MiB on Hopper) a stream for ever, by its handle, and the next stream's may be
+            # another. It has no public call for that; other streams' workspaces are made again when they are needed.
+            torch._C._cuda_clearCublasWorkspaces()
             green.close()
 
     def _open(self) -> None:

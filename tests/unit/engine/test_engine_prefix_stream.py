@@ -92,6 +92,8 @@ def fake(monkeypatch):
         for name in ("init", "set_device"):
             monkeypatch.setattr(torch.cuda, name, noting(name))
         monkeypatch.setattr(torch.cuda, "synchronize", noting("device synchronize"))
+        # A torch without CUDA has no such call.
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noting("clear workspaces"), raising=False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
         monkeypatch.setattr(torch.cuda, "stream", stream)
         monkeypatch.setattr(torch.cuda, "ExternalStream", external)
@@ -111,9 +113,9 @@ def test_made_and_given_back(fake):
     # The event is made in the green context, which is not left current.
     event = driver.names().index("cuEventCreate")
     assert driver.names()[event - 1:event + 2] == ["cuCtxPushCurrent", "cuEventCreate", "cuCtxPopCurrent"]
-    given_back = ["synchronize", "cuEventDestroy", "cuStreamDestroy", "cuGreenCtxDestroy"]
+    given_back = ["synchronize", "clear workspaces", "cuEventDestroy", "cuStreamDestroy", "cuGreenCtxDestroy"]
     # What CUDA refuses is known at the start; the SMs are taken by the first block.
-    assert driver.names()[-4:] == given_back
+    assert driver.names()[-5:] == given_back
     for _ in range(2):
         driver.calls.clear()
         for _ in range(3):
@@ -122,7 +124,7 @@ def test_made_and_given_back(fake):
         assert driver.names().count("cuGreenCtxCreate") == 1
         stream.rest()
         stream.rest()
-        assert driver.names()[-4:] == given_back and driver.names().count("cuGreenCtxDestroy") == 1
+        assert driver.names()[-5:] == given_back and driver.names().count("cuGreenCtxDestroy") == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
