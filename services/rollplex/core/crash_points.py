@@ -63,7 +63,7 @@ POINTS: dict[str, Point] = {
         "broker",
         deposit__received="a slab's descriptor is here, the keeper does not have it",
         deposit__kept="the keeper has the slab, the broker's tables do not, the depositor waits",
-        slab__deleted="a slab is gone from the tables, the keeper was told, the asker was not",
+        slab__deleted="a slab is gone from the tables and the keeper, its pages are not free, the asker does not know",
         lease__granted="a lease is granted and noted, whoever asked does not know",
         lease__redeemed="a ticket is spent, its descriptor is not sent",
         lease__released="a lease is gone, its former holder has no answer",

@@ -82,16 +82,20 @@ class BrokerLink:
     # Calls
 
     def call(self, work: Callable[[HandleConnection], T], failed: HandleConnection | None = None) -> T:
-        """`work` with a live connection, not `failed`; done again as long as the broker is away and time is left."""
+        """`work` with a live connection, not `failed`; done again as long as the broker is away and time is left. The time that a
+        broker worked for us, before it was lost, is not time that it was away."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             if self._closed:
                 raise _closed()
-            connection = failed
+            connection, began_s = failed, None
             try:
                 connection = self._connected(failed)
+                began_s = time.monotonic()
                 return work(connection)
             except RollplexError as error:
+                if began_s is not None:
+                    deadline += time.monotonic() - began_s
                 if error.reason not in (*_LOST, *_AWAY) or time.monotonic() > deadline:
                     raise
                 failed = connection if error.reason in _LOST else None
