@@ -177,6 +177,25 @@ async def test_a_deleted_slab_counts_until_its_pages_are_free():
     custody.close()
 
 
+async def test_a_slab_that_is_made_again_while_the_first_leaves_is_another():
+    vault = SlowVault()
+    custody = Custody(vault, host_limit_bytes=0)
+    session, _ = connect(custody, "trainer-0")
+    await make(custody, session, "a", size=60_000)
+    first = asyncio.create_task(custody.delete(session.secret, "a"))
+    await asyncio.sleep(0)
+    await make(custody, session, "a", size=20_000)
+    assert custody.slabs.host_bytes == 80_000
+    second, again = (asyncio.create_task(custody.delete(session.secret, "a")) for _ in range(2))
+    await asyncio.sleep(0)
+    custody.disconnect(session, orderly=False)
+    await asyncio.sleep(0.05)
+    vault.let_go.set()
+    assert [await first, await second, await again] == [60_000, 20_000, 20_000], "its session need not last so long"
+    assert custody.slabs.host_bytes == 0 and not custody.slabs.by_name
+    custody.close()
+
+
 async def test_descriptors_are_read_only_for_readers(custody):
     session, _ = connect(custody, "trainer-0")
     await make(custody, session, "s")
