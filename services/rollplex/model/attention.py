@@ -1,8 +1,8 @@
 """Attention of the decoder: causal over a prompt, and of packed suffixes over [boundary; suffixes].
 
-CUDA takes two passes of FlashAttention (flash_suffix), or FlexAttention with a block mask for more than 16 bits; CPU takes SDPA
-with a dense mask: FlexAttention has no backward there. No key or value is repeated, neither per sample nor per query head (CPU: a
-stride-0 axis; FlexAttention: enable_gqa).
+CUDA takes two passes of FlashAttention (flash_suffix), or FlexAttention with a block mask for dtypes and head sizes that those
+do not take; CPU takes SDPA with a dense mask: FlexAttention has no backward there. No key or value is repeated, neither per
+sample nor per query head (CPU: a stride-0 axis; FlexAttention: enable_gqa).
 Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = H / K, d head size.
 """
 

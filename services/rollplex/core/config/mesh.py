@@ -61,8 +61,8 @@ class MeshSection:
     run.saved_activations is `keep`: then their backward pass too. No effect on `host`."""
     prefix_sm_percent: int = 0
     """Share of the SMs for trainer and reference under `thread-cap` and `sm-affinity`, for their prefix blocks alone under
-    `green-context`; rollout has the rest under `sm-affinity`, else no cap. 0: 50 under the first two, at most of whose other
-    shares cuBLAS computes wrongly (an engine then refuses to start), 70 under the third."""
+    `green-context`; rollout has the rest under `sm-affinity`, else no cap. 0: 50 under the first two, 70 under the
+    third. Under the first two cuBLAS computes wrongly with most other shares; engines refuse to start with one of those."""
     stall_timeout_s: float = 10.0
     """How long a process of the mesh may be stopped (SIGSTOP) before the watchdog kills it, and it is started again; the keeper
     is continued, and one that a debugger has stopped left alone. 0: for ever."""
