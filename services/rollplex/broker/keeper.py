@@ -31,6 +31,7 @@ class Keeper:
         self._refills = 0
         self._listener = listen(path)
         self._connections: dict[int, socket.socket] = {}
+        """In the order in which they came."""
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
 
@@ -89,8 +90,11 @@ class Keeper:
         send_frame(connection, {"ok": True, "records": len(self._records)})
 
     def _own(self, connection: socket.socket) -> None:
-        """One connection owns the records: what a dead owner had still sent comes first, then it can change nothing."""
-        for fd, other in [item for item in self._connections.items() if item[1] is not connection]:
+        """One connection owns the records: what a dead owner had still sent comes first, then it can change nothing. A later one
+        takes its own turn: a keeper that was stopped finds several, each with a refill, and the last is the live one."""
+        order = list(self._connections.values())
+        for other in order[:order.index(connection)]:
+            fd = other.fileno()
             waiting = select.poll()
             waiting.register(fd, select.POLLIN)
             while self._connections.get(fd) is other and waiting.poll(0):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -250,6 +251,29 @@ def test_a_refill_that_breaks_off_loses_nothing(node):
     for _, _, fd in kept:
         os.close(fd)
     assert sorted(name for name, _, _ in kept) == ["slab/b", "slab/d"]
+
+
+def test_a_keeper_that_was_stopped_for_long_obeys_the_last_of_several_connections(node):
+    """A broker that gives a silent keeper up connects again, and again."""
+    node.start_keeper()
+    node.await_keeper()
+    path = node.directory / "keeper.sock"
+    node.keeper.send_signal(signal.SIGSTOP)
+    links = [connect(path, timeout_s=10.0) for _ in range(4)]
+    for number, link in enumerate(links):
+        send_frame(link, {"op": "refill"})
+        send_frame(link, {"op": "put", "name": f"lease/{number}", "metadata": {}})
+        send_frame(link, {"op": "refilled"})
+    for link in links[:-1]:
+        link.shutdown(socket.SHUT_RDWR)
+    node.keeper.send_signal(signal.SIGCONT)
+    answers = [recv_frame(links[-1])[0] for _ in range(3)]
+    assert answers[-1] == {"ok": True, "records": 1}
+    send_frame(links[-1], {"op": "take_all"})
+    assert recv_frame(links[-1])[0]["name"] == "lease/3"
+    assert node.keeper.poll() is None
+    for link in links:
+        link.close()
 
 
 def test_a_stopped_broker_is_said_to_be_silent(mesh):
