@@ -40,6 +40,7 @@ def use_device(name: str) -> torch.device:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     check_products(device)
+    release_cached(device)
     return device
 
 

@@ -18,9 +18,11 @@ from rollplex.core.errors import BadInput
 from rollplex.core.sharing import PERCENT_VARIABLE
 
 WIDTHS = ((256, 2048), (2560, 2048), (2048, 2048), (11008, 2048), (2048, 11008), (512, 3584), (3584, 3584), (18944, 3584),
-          (3840, 1280), (3456, 1280), (1280, 3456), (5120, 5120))
-"""Outputs and inputs of linear layers of the published 3B and 7B models, fused as training and vLLM have them."""
+          (3840, 1280), (3456, 1280), (1280, 3456), (5120, 5120), (151936, 2048))
+"""Outputs and inputs of linear layers of the published 3B and 7B models, fused as training and vLLM have them; of one rank."""
 TOKENS = (16, 64, 200, 512, 1000, 4096)
+_MOST_ELEMENTS = 1 << 27
+"""Of a result: all logits of a prompt would take gigabytes, and nobody computes them."""
 _ROUNDING = 8.0
 """Times what bfloat16's rounding of a row's elements, with random signs, adds up to."""
 
@@ -38,7 +40,6 @@ def check_products(device: torch.device) -> None:
         return
     with ThreadPoolExecutor(1) as other:
         wrong = other.submit(wrong_products, device).result()
-    torch.cuda.empty_cache()
     if wrong:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         raise BadInput(
@@ -49,7 +50,8 @@ def check_products(device: torch.device) -> None:
 
 def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] = WIDTHS, tokens: tuple[int, ...] = TOKENS,
                    multiply: Product = torch.matmul) -> list[str]:
-    """Names of the products that `multiply` gets wrong: forward, input's and weight's gradient of every layer, in bfloat16."""
+    """Names of the products that `multiply` gets wrong: forward, input's and weight's gradient of every layer, in bfloat16; and
+    of layers with a bias, which has kernels of its own."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -60,12 +62,20 @@ def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] 
         w_OI = random(outputs, inputs)
         for count in tokens:
             x_TI, y_TO = random(count, inputs), random(count, outputs)
-            for name, a, b in (("forward", x_TI, w_OI.T), ("input gradient", y_TO, w_OI), ("weight gradient", y_TO.T, x_TI)):
+            for name, a, b, product in (
+                    ("forward", x_TI, w_OI.T, multiply), ("forward with bias", x_TI, w_OI.T, _with_bias),
+                    ("input gradient", y_TO, w_OI, multiply), ("weight gradient", y_TO.T, x_TI, multiply)):
+                if a.shape[0] * b.shape[1] > _MOST_ELEMENTS:
+                    continue
                 asked.append(f"{name} of {count} x {inputs} -> {outputs}")
-                worst.append(_largest_error(a, b, multiply(a, b), generator))
+                worst.append(_largest_error(a, b, product(a, b), generator))
     # One wait for all. A comparison is false for what is no number.
     right = torch.stack(worst).le(1.0).tolist()
     return [name for name, well in zip(asked, right, strict=True) if not well]
+
+
+def _with_bias(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(b_KN.new_zeros(b_KN.shape[1]), a_MK, b_KN)
 
 
 def _largest_error(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -47,7 +47,6 @@ def test_it_asks_outside_the_memory_pool_of_whoever_loads_a_model(monkeypatch):
     """torch's current pool is a thread's own."""
     asked = []
     monkeypatch.setattr(products, "wrong_products", lambda device: asked.append((device, threading.get_ident())) or [])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setenv(PERCENT_VARIABLE, "50")
     check_products(torch.device("cuda", 1))
     (device, thread), = asked
@@ -57,7 +56,6 @@ def test_it_asks_outside_the_memory_pool_of_whoever_loads_a_model(monkeypatch):
 def test_only_a_capped_process_asks(monkeypatch):
     monkeypatch.setattr(products, "wrong_products", lambda device: ["a", "b"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"multi_processor_count": 92}))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.delenv(PERCENT_VARIABLE, raising=False)
     check_products(torch.device("cuda"))
     monkeypatch.setenv(PERCENT_VARIABLE, "70")
