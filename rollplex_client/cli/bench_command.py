@@ -89,7 +89,8 @@ def _run_arms(job: Job, arms: list[Arm], arguments: argparse.Namespace, hardware
                 _run_alike(job, arms, waiting, runs, arguments, hardware, result, output)
             except RollplexError as error:
                 # A mesh in which an arm failed is not measured any further.
-                _failed(result, str(waiting.popleft() if waiting else alike[-1]), error, output)
+                what = str(waiting.popleft()) if waiting else f"the end of {alike[-1]}'s mesh"
+                _failed(result, what, error, output)
                 write(arguments.out, result)
     return runs
 

@@ -115,7 +115,7 @@ class MemoryBrokerServiceServicer(object):
 
     def DeleteSlab(self, request, context):
         """Gives the pages back; refused with FAILED_PRECONDITION while leased by others. A snapshot that loses a slab is
-        forgotten.
+        forgotten. Answered once the pages are free: a second for some ten GiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
