@@ -142,8 +142,9 @@ class ReferenceEngine:
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """Drops every boundary."""
-        released = self._drop_boundaries()
-        self._rest()
+        with device_errors(Phase.IDLE, "quiesce", self._arena.device):
+            released = self._drop_boundaries()
+            self._rest()
         if leave_snapshot:
             self.bound_snapshot = -1
         crash_point("reference.quiesce.done")

@@ -264,15 +264,16 @@ class TrainerEngine:
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """Drops boundaries and saved activations; with `leave_snapshot` unmaps the actor and drops the lease, once a checkpoint
         that is read from it is done."""
-        released = self._prefixes.release_all()
-        self._prefixes.rest()
-        if leave_snapshot:
-            self.durable.wait(context)
-            self._actor.unbind()
-            self.bound_snapshot = -1
-        release_cached(self._device)
-        self._report.send()
-        crash_point("trainer.quiesce.done")
+        with device_errors(Phase.IDLE, "quiesce", self._actor.device):
+            released = self._prefixes.release_all()
+            self._prefixes.rest()
+            if leave_snapshot:
+                self.durable.wait(context)
+                self._actor.unbind()
+                self.bound_snapshot = -1
+            release_cached(self._device)
+            self._report.send()
+            crash_point("trainer.quiesce.done")
         return work.QuiesceResult(released)
 
     def close(self) -> None:
