@@ -55,6 +55,8 @@ def rehearse(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, t
     layout = ActorLayout.build(small, 1, str(dtype).removeprefix("torch."))
     model = VisionLanguageModel(small, dtype, device, layout=layout)
     model.bind(layout.training_views(layout.views(torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device))))
+    # As the reference's: what is compiled for weights that take a gradient is not used for those that do not, in any mode.
+    model.requires_grad_(trains)
     inputs, packed = _prompt(small, device)
     if not trains:
         # No mode may last over a yield: it would be the caller's.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex.core.config import ModelSection
-from rollplex.model import VisionLanguageModel, read_model_config, warmup
+from rollplex.model import VisionLanguageModel, prefix_forward, read_model_config, warmup
 from rollplex.model.warmup import rehearse, two_layers, warm_up
 
 CPU = torch.device("cpu")
@@ -27,6 +27,21 @@ def test_an_iteration_of_two_layers(checkpoints, single_rank, trains, steps, dty
     gc.collect()
     assert not any(isinstance(found, VisionLanguageModel) and found.config.vocab_size == two_layers(config).vocab_size
                    for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_take_gradients_as_the_engines_own_do(checkpoints, single_rank, monkeypatch, trains):
+    """Kernels are compiled for one or the other, also where no gradient is asked for: the reference's first prompt would
+    compile its norms again."""
+    seen = []
+
+    def watched(model, *arguments):
+        seen.append({parameter.requires_grad for parameter in model.parameters()})
+        return prefix_forward(model, *arguments)
+
+    monkeypatch.setattr(warmup, "prefix_forward", watched)
+    list(rehearse(read_model_config(checkpoints[False]), torch.float32, CPU, trains=trains))
+    assert seen == [{trains}]
 
 
 def test_widths_are_the_models_own(checkpoints):
