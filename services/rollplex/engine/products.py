@@ -21,8 +21,10 @@ WIDTHS = ((256, 2048), (2560, 2048), (2048, 2048), (11008, 2048), (2048, 11008),
           (3840, 1280), (3456, 1280), (1280, 3456), (5120, 5120), (151936, 2048))
 """Outputs and inputs of linear layers of the published 3B and 7B models, fused as training and vLLM have them; of one rank."""
 TOKENS = (16, 64, 200, 512, 1000, 4096)
-_MOST_ELEMENTS = 1 << 27
-"""Of a result: all logits of a prompt would take gigabytes, and nobody computes them."""
+_MOST_ELEMENTS = 1 << 28
+"""Of a layer's outputs, here in one piece: those of a chunk of logits (trainer.logprob_chunk_tokens), not of a whole prompt's."""
+_PIECE_ELEMENTS = 1 << 26
+"""Of a matrix, in float32 at once."""
 _ROUNDING = 8.0
 """Times what bfloat16's rounding of a row's elements, with random signs, adds up to."""
 
@@ -60,13 +62,11 @@ def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] 
     asked, worst = [], []
     for outputs, inputs in widths:
         w_OI = random(outputs, inputs)
-        for count in tokens:
+        for count in (count for count in tokens if count * outputs <= _MOST_ELEMENTS):
             x_TI, y_TO = random(count, inputs), random(count, outputs)
             for name, a, b, product in (
                     ("forward", x_TI, w_OI.T, multiply), ("forward with bias", x_TI, w_OI.T, _with_bias),
                     ("input gradient", y_TO, w_OI, multiply), ("weight gradient", y_TO.T, x_TI, multiply)):
-                if a.shape[0] * b.shape[1] > _MOST_ELEMENTS:
-                    continue
                 asked.append(f"{name} of {count} x {inputs} -> {outputs}")
                 worst.append(_largest_error(a, b, product(a, b), generator))
     # One wait for all. A comparison is false for what is no number.
@@ -83,11 +83,13 @@ def _largest_error(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, g
     matrix products (Freivalds 1977)."""
     # Not from the process's generator, from which vLLM samples.
     signs_N = torch.randint(0, 2, (c_MN.shape[1],), generator=generator, device=c_MN.device).mul(2).sub(1).float()
-    through_K = torch.zeros(b_KN.shape[0], dtype=torch.float32, device=c_MN.device)
-    for columns in range(0, b_KN.shape[1], 4096):
-        piece = slice(columns, columns + 4096)
-        through_K += (b_KN[:, piece].float() * signs_N[piece]).sum(1)
-    error_M = ((c_MN.float() * signs_N).sum(1) - (a_MK.float() * through_K).sum(1)).abs()
+    error_M = (_rows_times(c_MN, signs_N) - _rows_times(a_MK, _rows_times(b_KN, signs_N))).abs()
     # Elements have a standard deviation of sqrt(K), and are rounded to 8 bits.
     allowed = _ROUNDING * sqrt(b_KN.shape[0]) * 2**-9 * sqrt(c_MN.shape[1])
     return error_M.max() / allowed
+
+
+def _rows_times(x_MN: torch.Tensor, r_N: torch.Tensor) -> torch.Tensor:
+    """x r [M] in float32, some rows at a time."""
+    rows = max(1, _PIECE_ELEMENTS // x_MN.shape[1])
+    return torch.cat([(piece.float() * r_N).sum(1) for piece in x_MN.split(rows)])

@@ -22,6 +22,23 @@ def test_right_products_are_right():
     assert torch.equal(torch.get_rng_state(), before), "samples of a capped process are those of one that is not"
 
 
+def test_the_head_is_asked_for_what_a_chunk_of_logits_takes(monkeypatch):
+    """Forward, input's and weight's gradient of as many tokens as the trainer's chunk has, and nothing of a whole prompt's."""
+    monkeypatch.setattr(products, "_MOST_ELEMENTS", 1000 * 3000)
+    monkeypatch.setattr(products, "_PIECE_ELEMENTS", 7 * 1000)
+    asked = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        asked.append((*a.shape, b.shape[1]))
+        return torch.matmul(a, b)
+
+    assert wrong_products(CPU, widths=((3000, 64),), tokens=(1000, 1001), multiply=multiply) == []
+    assert asked == [(1000, 64, 3000), (1000, 3000, 64), (3000, 1000, 64)]
+    outputs = max(outputs for outputs, _ in products.WIDTHS)
+    checked = [count for count in products.TOKENS if count * outputs <= 1 << 28]
+    assert max(checked) == 1000, "a prompt's logits would take gigabytes"
+
+
 @pytest.mark.parametrize("left", ["zeros", "another product's", "no numbers"])
 def test_a_tile_that_nobody_wrote_is_found(left):
     before = {}
