@@ -41,13 +41,20 @@ def check_products(device: torch.device) -> None:
     if percent is None or device.type != "cuda":
         return
     with ThreadPoolExecutor(1) as other:
-        wrong = other.submit(wrong_products, device).result()
+        wrong = other.submit(_wrong_products_alone, device).result()
     if wrong:
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         raise BadInput(
             f"with {percent}% of the GPU's threads ({sms} SMs) cuBLAS computes wrongly here: {wrong[0]}, and {len(wrong) - 1} "
             "other products. On an H200 mesh.prefix_sm_percent = 50 is right for both sides; mesh.sharing = \"mps-priority\" "
             "caps nobody (docs/adr/0009-sharing-policies.md)", reason="CAP_COMPUTES_WRONGLY", percent=percent, sm_count=sms)
+
+
+def _wrong_products_alone(device: torch.device) -> list[str]:
+    """Leaves nothing in torch's cache: vLLM would keep it there."""
+    wrong = wrong_products(device)
+    torch.cuda.empty_cache()
+    return wrong
 
 
 def wrong_products(device: torch.device, *, widths: tuple[tuple[int, int], ...] = WIDTHS, tokens: tuple[int, ...] = TOKENS,

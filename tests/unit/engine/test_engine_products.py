@@ -61,13 +61,15 @@ def test_a_tile_that_nobody_wrote_is_found(left):
 
 
 def test_it_asks_outside_the_memory_pool_of_whoever_loads_a_model(monkeypatch):
-    """torch's current pool is a thread's own."""
-    asked = []
+    """torch's current pool is a thread's own; what the check leaves in the cache goes back from there, too."""
+    asked, emptied = [], []
     monkeypatch.setattr(products, "wrong_products", lambda device: asked.append((device, threading.get_ident())) or [])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append((len(asked), threading.get_ident())))
     monkeypatch.setenv(PERCENT_VARIABLE, "50")
     check_products(torch.device("cuda", 1))
     (device, thread), = asked
     assert device.index == 1 and thread != threading.get_ident()
+    assert emptied == [(1, thread)]
 
 
 def test_only_a_capped_process_asks(monkeypatch):
