@@ -43,10 +43,11 @@ def warm_up(checkpoint: Path, dtype: str, device: str, stopped: Callable[[], boo
         for _ in rehearse(config, getattr(torch, dtype), torch.device(torch_device(device)), trains=trains):
             if stopped():
                 break
-    except (RuntimeError, OSError, ImportError) as error:
+        else:
+            log.info("kernels compiled in %.1f s", time.monotonic() - began)
+    except Exception as error:  # noqa: BLE001 - nobody waits for this call, and what it raised would be lost
         log.warning("kernels will be compiled at their first use: %s: %s", type(error).__name__, error)
     torch.cuda.empty_cache()
-    log.info("kernels compiled in %.1f s", time.monotonic() - began)
 
 
 def rehearse(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, trains: bool) -> Iterator[str]:
