@@ -268,8 +268,9 @@ class Sizes:
                 "from_inputs": prompts}[activations]
 
     def prefix_backward(self, activations: str) -> int:
-        """What one prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again."""
-        again = (self.layer_inputs + self.patches) // self.groups_per_rank if activations == "from_inputs" else 0
+        """What one prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again, from
+        patches that are there."""
+        again = self.layer_inputs // self.groups_per_rank if activations == "from_inputs" else 0
         return again + self.prefix_working_set
 
     def suffix_activations(self, saved: str) -> int:

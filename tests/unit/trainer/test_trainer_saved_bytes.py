@@ -71,6 +71,32 @@ def test_prefix_activations(bound, sizes, saved):
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
 def test_prefix_activations_of_a_video(wide, bound, saved):
     """Tower, merger and patches make up most of it: what is planned is what is kept, the text's last layer aside."""
+    model = bound[1].model
+    inputs, planned = _video(wide, bound)
+    counter = SavedBytes(model.parameters())
+    with counter.counting():
+        prefix_forward(model, inputs, saved)
+    kept = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
+    # Beside it, indices and positions of a few bytes a token.
+    assert 0.8 * planned.prefix_waiting(saved) <= kept <= planned.prefix_waiting(saved) + 64 * inputs.token_count
+
+
+def test_a_prompt_that_runs_again_keeps_its_layer_inputs_and_no_second_patches(wide, bound):
+    model = bound[1].model
+    inputs, planned = _video(wide, bound)
+    boundary = prefix_forward(model, inputs, "from_inputs")
+    for pair in boundary.leaves():
+        for leaf in pair:
+            leaf.grad = torch.zeros_like(leaf)
+    waiting = SavedBytes([*model.parameters(), inputs.pixel_values_videos])
+    with waiting.counting():
+        boundary.backward()
+    again = planned.prefix_backward("from_inputs") - planned.prefix_working_set
+    assert 0.95 * again <= waiting.size_bytes <= again + 64 * inputs.token_count
+
+
+def _video(wide, bound) -> tuple[PromptInputs, Sizes]:
+    """A prompt that is a video, as it waits, and its plan."""
     dtype, (model, config) = bound[0], (bound[1].model, bound[1].config)
     grid = np.array([[4, 16, 16]])
     features = int(grid.prod()) // config.spatial_merge_size**2
@@ -79,16 +105,10 @@ def test_prefix_activations_of_a_video(wide, bound, saved):
     pixels = np.random.default_rng(0).standard_normal((int(grid.prod()), channels), dtype=np.float32)
     inputs = PromptInputs.from_arrays(config, token_ids=tokens, pixel_values_videos=pixels, video_grid_thw=grid,
                                       second_per_grid_ts=np.ones(1))
-    inputs = inputs.with_pixels(model.dtype)
-    counter = SavedBytes(model.parameters())
-    with counter.counting():
-        prefix_forward(model, inputs, saved)
-    kept = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
     work = Work(groups=1, samples=1, prompt_tokens=len(tokens), response_tokens=1, micro_batch_samples=1, visual_tokens=features)
-    planned = Sizes(PlanInput(shapes=read_shapes(wide), topology=Topology(), gpus=1, hbm_bytes=1, host_bytes=1,
-                              runtime_bytes=0, dtype=dtype, work=work)).prefix_waiting(saved)
-    # Beside it, indices and positions of a few bytes a token.
-    assert 0.8 * planned <= kept <= planned + 64 * len(tokens)
+    return inputs.with_pixels(model.dtype), Sizes(PlanInput(
+        shapes=read_shapes(wide), topology=Topology(), gpus=1, hbm_bytes=1, host_bytes=1, runtime_bytes=0, dtype=dtype,
+        work=work))
 
 
 def _text(config) -> PromptInputs:
