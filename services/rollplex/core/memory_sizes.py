@@ -268,10 +268,10 @@ class Sizes:
                 "from_inputs": prompts}[activations]
 
     def prefix_backward(self, activations: str) -> int:
-        """What one prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again, from
-        patches that are there."""
-        again = self.layer_inputs // self.groups_per_rank if activations == "from_inputs" else 0
-        return again + self.prefix_working_set
+        """What the longest prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again,
+        from patches that are there."""
+        again = self._inputs(self.longest_prompt) + self._tower_inputs(self.given.work.longest_visual)
+        return self.prefix_working_set + again * (activations == "from_inputs")
 
     def suffix_activations(self, saved: str) -> int:
         """Of one micro-batch: layer inputs (`keep`: every activation, the boundary's keys and values in front of the own), the

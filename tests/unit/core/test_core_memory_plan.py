@@ -180,3 +180,12 @@ def test_bad_requests_are_refused_with_the_numbers(build, words):
 
 def test_choices_are_all_tried_once():
     assert len(set(Choice().settled())) == math.prod(map(len, KNOWN.values()))
+
+
+def test_the_longest_prompt_sets_what_one_backward_pass_adds():
+    """Prompts wait as their mean says; one of them runs again, and it may be the longest."""
+    plain = Sizes(paper())
+    mixed = Sizes(paper(work=replace(WORK, longest_prompt_tokens=2 * WORK.prompt_tokens)))
+    assert mixed.prefix_waiting("from_inputs") == plain.prefix_waiting("from_inputs")
+    for saved in ("recompute", "from_inputs"):
+        assert mixed.prefix_backward(saved) == 2 * plain.prefix_backward(saved)
