@@ -33,15 +33,17 @@ def add_engine(host: EngineHost, add_role: AddRole) -> Callable[[aio.Server], li
 async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine], add_role: AddRole, *,
                        drain_timeout_s: float, config: Mapping[str, Facts], warm_up: WarmUp | None = None) -> None:
     """Builds the engine on its owner thread, serves it until SIGTERM, then closes it there. `config`: what it was configured
-    with, of core.compatibility.config_facts. `warm_up` runs there while nobody waits yet, and raises nothing; what comes
-    meanwhile waits for it."""
+    with, of core.compatibility.config_facts. `warm_up` runs there once the address is ours, while nobody waits yet, and raises
+    nothing; what comes meanwhile waits for it."""
     owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}-owner")
     loop = asyncio.get_running_loop()
     engine = await loop.run_in_executor(owner, build)
     host = EngineHost(engine, owner, end_when_fatal)
     stopping = threading.Event()
-    if warm_up is not None:
-        owner.submit(warm_up, stopping.is_set)
+
+    async def begin() -> None:
+        if warm_up is not None:
+            owner.submit(warm_up, stopping.is_set)
 
     async def close() -> None:
         stopping.set()
@@ -49,8 +51,8 @@ async def serve_engine(name: str, address: str, build: Callable[[], PhaseEngine]
         await loop.run_in_executor(owner, engine.close)
         owner.shutdown()
 
-    await serve(name, address, add_engine(host, add_role), drain_timeout_s=drain_timeout_s, on_drain=close,
-                subjects={**config, LAYOUT: engine.layout_facts})
+    await serve(name, address, add_engine(host, add_role), drain_timeout_s=drain_timeout_s, on_ready=begin,
+                on_drain=close, subjects={**config, LAYOUT: engine.layout_facts})
 
 
 async def start_engine(name: str, address: str, engine: PhaseEngine, add_role: AddRole) -> RunningServer:
