@@ -32,14 +32,16 @@ _TEXT = 5
 _VOCABULARY = 64
 
 
-def warm_up(checkpoint: Path, dtype: str, device: str, stopped: Callable[[], bool], *, trains: bool) -> None:
-    """`device`: Topology.device_name; only for a GPU, on the thread that will compute. `trains`: backward, too. Ends early once
-    `stopped`. Takes memory for two layers meanwhile. What fails is told and left for the first use."""
+def warm_up(checkpoint: Path, dtype: str, device: str, stopped: Callable[[], bool], *, trains: bool, ranks: int = 1
+            ) -> None:
+    """`device`: Topology.device_name; only for a GPU, on the thread that will compute. `trains`: backward, too. `ranks`: the
+    tensor-parallel size. Ends early once `stopped`. Takes memory for two layers meanwhile. What fails is told and left for the
+    first use."""
     if not is_cuda(device):
         return
     began = time.monotonic()
     try:
-        config = read_model_config(checkpoint)
+        config = one_rank(read_model_config(checkpoint), ranks)
         for _ in rehearse(config, getattr(torch, dtype), torch.device(torch_device(device)), trains=trains):
             if stopped():
                 break
@@ -76,6 +78,12 @@ def rehearse(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, t
     yield "suffix backward"
     boundary.backward()
     yield "prefix backward"
+
+
+def one_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """A model as wide as one rank's share: kernels for a single kv head are others than for several."""
+    return replace(config, head_count=config.head_count // ranks, kv_head_count=max(1, config.kv_head_count // ranks),
+                   intermediate_size=config.intermediate_size // ranks)
 
 
 def two_layers(config: ModelConfig) -> ModelConfig:

@@ -79,6 +79,6 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,
                          drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
                          warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
-                                         config.mesh.topology.device_name(rank), trains=False)))
+                                         config.mesh.topology.device_name(rank), trains=False, ranks=size)))
     finally:
         destroy_tensor_parallel()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollplex.core.config import ModelSection
-from rollplex.model import VisionLanguageModel, prefix_forward, read_model_config, warmup
-from rollplex.model.warmup import rehearse, two_layers, warm_up
+from rollplex.model import VisionLanguageModel, prefix_forward, read_model_config, suffix_forward, warmup
+from rollplex.model.warmup import one_rank, rehearse, two_layers, warm_up
 
 CPU = torch.device("cpu")
 FAILURES = {"torch.float32": torch.OutOfMemoryError("no room"), "torch.bfloat16": AssertionError("no room")}
@@ -54,6 +54,17 @@ def test_widths_are_the_models_own(checkpoints):
         assert getattr(small, name) == getattr(config, name)
     assert small.vision.hidden_size == config.vision.hidden_size
     assert config.vision.depth == 3, "the model's config is untouched"
+
+
+def test_a_rank_warms_up_for_its_share(checkpoints, single_rank, monkeypatch):
+    """Down to one kv head, for which torch compiles kernels of their own."""
+    config = read_model_config(checkpoints[False])
+    boundaries = []
+    monkeypatch.setattr(warmup, "suffix_forward",
+                        lambda model, boundary, *rest: boundaries.append(boundary) or suffix_forward(model, boundary, *rest))
+    for ranks in (1, config.kv_head_count):
+        list(rehearse(one_rank(config, ranks), torch.float32, CPU, trains=True))
+    assert [boundary.layers[0][0].shape[1] for boundary in boundaries] == [config.kv_head_count, 1]
 
 
 @pytest.fixture
