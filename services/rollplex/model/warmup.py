@@ -70,7 +70,8 @@ def rehearse(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, t
             token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets)
         yield "score"
         return
-    boundary = prefix_forward(model, inputs, "recompute")
+    # Without a graph and with one: all that any saved mode compiles.
+    boundary = prefix_forward(model, inputs, "from_inputs")
     yield "prefix"
     logprobs, _ = token_logprobs(model, suffix_forward(model, boundary, packed, "keep"), packed.targets, with_entropy=True)
     yield "suffix"

@@ -56,6 +56,22 @@ def test_widths_are_the_models_own(checkpoints):
     assert config.vision.depth == 3, "the model's config is untouched"
 
 
+def test_blocks_run_as_in_any_saved_mode(checkpoints, single_rank, monkeypatch):
+    """For weights that take a gradient, without a graph and with one, kernels are others."""
+    modes = []
+
+    def watched(model, *arguments):
+        boundary = prefix_forward(model, *arguments)
+        modes.append(boundary.layers[0][0].requires_grad)
+        rebuild = boundary._rebuild
+        boundary._rebuild = lambda: modes.append(torch.is_grad_enabled()) or rebuild()
+        return boundary
+
+    monkeypatch.setattr(warmup, "prefix_forward", watched)
+    list(rehearse(read_model_config(checkpoints[False]), torch.float32, CPU, trains=True))
+    assert modes == [False, True]
+
+
 def test_a_rank_warms_up_for_its_share(checkpoints, single_rank, monkeypatch):
     """Down to one kv head, for which torch compiles kernels of their own."""
     config = read_model_config(checkpoints[False])
