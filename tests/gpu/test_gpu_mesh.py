@@ -130,6 +130,7 @@ def test_each_engine_is_killed_between_and_during_iterations(mesh, prompts, tmp_
     lost = distance(one_short, alone, start)
     figure("killed against left alone", mesh=str(mesh.variant), iterations=count, kills=2 * len(ENGINES),
            relative_difference=error, between_undisturbed_runs=distance(again, alone, start), with_one_update_less=lost)
+    # Of nine updates one is far more than what sampling another token now and then makes of them (1% of all, once).
     assert error < lost / 4, "as if an update had been lost"
 
 

@@ -48,7 +48,7 @@ def warm_up(checkpoint: Path, dtype: str, device: str, stopped: Callable[[], boo
         else:
             log.info("kernels compiled in %.1f s", time.monotonic() - began)
     except Exception as error:  # noqa: BLE001 - nobody waits for this call, and what it raised would be lost
-        log.warning("kernels will be compiled at their first use: %s: %s", type(error).__name__, error)
+        log.warning("kernels will be compiled at their first use: %s: %s", type(error).__name__, error, exc_info=error)
     torch.cuda.empty_cache()
 
 
