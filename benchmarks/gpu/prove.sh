@@ -34,8 +34,8 @@ gpu="$tests -m gpu"
 wanted exact && part exact 200 $gpu tests/gpu/test_gpu_exactness.py
 wanted prompts && part prompts 120 $gpu tests/gpu/test_gpu_vllm_prompts.py
 wanted replay && part replay 240 $gpu tests/gpu/test_gpu_replay.py
-wanted kills && part kills 420 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-mps
-wanted kills-vllm && part kills-vllm 500 $gpu tests/gpu/test_gpu_mesh.py -k cuda-vllm
+wanted kills && part kills 540 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-mps
+wanted kills-vllm && part kills-vllm 540 $gpu tests/gpu/test_gpu_mesh.py -k cuda-vllm
 wanted kills-time-slice && part kills-time-slice 300 $gpu tests/gpu/test_gpu_mesh.py -k cuda-torch-time-slice
 wanted update && part update 200 "$python" benchmarks/kernels/update_peak.py --out "$out/update.json"
 wanted ablations && part ablations 520 "$python" benchmarks/gpu/ablations.py --shape 3b --groups 16 --samples 8 --iterations 2 --kl-coef 0.04 --host-gib "${ROLLPLEX_HOST_GIB:-110}" --work "$work" --out "$out/ablations"
