@@ -153,7 +153,9 @@ def test_memory_of_one_stream_is_not_reused_while_the_other_reads(stream):
 def test_the_context_has_as_many_sms_as_it_says(stream):
     from cuda.bindings import driver
 
-    status, resource = driver.cuGreenCtxGetDevResource(stream._green._context, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    with stream():
+        status, resource = driver.cuGreenCtxGetDevResource(stream._green._context,
+                                                           driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
     assert status == driver.CUresult.CUDA_SUCCESS
     assert resource.sm.smCount == stream.sm_count
 

@@ -14,6 +14,7 @@ from tiny_checkpoint import PromptMaker, tensor_parallel
 from tiny_trainer import QUIET, DictBroker, build_hf, gradients, make_groups, open_engine, run_config, train
 from update_steps import POINTS, Crash, crash_at, flat_update, masters, open_run, order
 
+from rollplex.core.config import AblationConfig
 from rollplex.core.errors import OutOfMemory
 from rollplex.core.ids import actor_slab, state_slab
 from rollplex.core.phases import Phase
@@ -158,6 +159,22 @@ def test_updates_are_the_cpus_bit_for_bit(engine_on, devices, dtype, gradients):
             updated(engine, step)
     assert state_bytes(found) == state_bytes(expected)
     assert actor_bytes(broker, devices) == actor_bytes(host, "host")
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("ablation", ["no_state_offload", "unchunked_optimizer"])
+def test_where_the_state_is_and_how_it_is_cut_change_no_update(engine_on, devices, ablation):
+    found = []
+    for chosen in (AblationConfig(), AblationConfig(**{ablation: True})):
+        broker = DictBroker()
+        engine = open_run(engine_on(devices, broker), run_config(ablation=chosen))
+        for step in (1, 2):
+            filled(engine, step)
+            updated(engine, step)
+        found.append((actor_bytes(broker, devices), {name: value.cpu() for name, value in masters(engine).items()}))
+    (actor, expected), (other_actor, other) = found
+    assert other_actor == actor and other.keys() == expected.keys()
+    assert all(torch.equal(value, other[name]) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("devices", DEVICES)
