@@ -18,6 +18,7 @@ from rollplex_client.bench.tables import (
     main_rows,
     memory_rows,
     phase_rows,
+    update_rows,
 )
 from rollplex_client.report.sections import LANES, section
 from rollplex_client.report.svg import Bar, Lane, gantt, legend
@@ -54,6 +55,8 @@ def render(result: dict[str, Any]) -> str:
                 "Measured time over the least time that bytes (decode) or FLOPs (prefixes) need; 1 is the bound."),
         section("Equation 1", _table("seconds", list(result["equation"]), equation_table(result)) if result["equation"] else "",
                 "T_D and T_P from the serial arm of the same go, same prompts and lengths."),
+        section("First update", _table("", arms, update_rows(result)),
+                "All arms begin with the same weights: of the same samples the update is the same one."),
         section("Memory by class", _table("peak", arms, memory_rows(result)), "The broker's ledger."),
         section("TRL", _trl(result)), section("Failed", _failed(result)),
         section("Job, hardware, versions", f"<pre>{escape(json.dumps({key: result[key] for key in FACTS}, indent=1))}</pre>"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,8 @@ class ArmRun:
     history: RunHistory
     lengths: list[list[list[int]]]
     """Sampled tokens of every iteration, group and sample."""
+    first_samples: str
+    """SHA-256 of the first iteration's tokens. Every arm begins with the same weights: where it is the same, so is the update."""
     start_s: float
     """To an open run: from nothing, or from a mesh that an earlier arm has left."""
     wall_s: list[float]
@@ -82,11 +85,12 @@ def run_arm(job: Job, arm: Arm, mesh: BenchMesh, settings: Settings, output: Out
         output.note(f"{arm}: {'mesh and run' if mesh.up_s else 'run'} in {seconds_text(start_s)}")
         mesh.up_s = 0.0
         ended = _iterate(client, run.name, job, output, str(arm))
-        lengths = [_lengths(client, run.name, iteration, job) for iteration in range(job.iterations)]
+        samples = [_samples(client, run.name, iteration, job) for iteration in range(job.iterations)]
         history = read_history(client, run.name)
     ends = [result.end_time.timestamp() for result in ended]
-    return ArmRun(arm, history, lengths, start_s, [after - before for before, after in zip(ends, ends[1:])], memory,
-                  settings.plain())
+    return ArmRun(arm, history, [[list(map(len, group)) for group in groups] for groups in samples],
+                  hashlib.sha256(repr(samples[0]).encode()).hexdigest(), start_s,
+                  [after - before for before, after in zip(ends, ends[1:])], memory, settings.plain())
 
 
 def _iterate(client: Client, run: str, job: Job, output: Output, title: str) -> list[Iteration]:
@@ -104,12 +108,12 @@ def _iterate(client: Client, run: str, job: Job, output: Output, title: str) -> 
     return ended
 
 
-def _lengths(client: Client, run: str, iteration: int, job: Job) -> list[list[int]]:
-    """Raises DataLoss unless every sample has the length that its seed gives."""
-    found: list[list[int]] = [[] for _ in range(job.groups)]
+def _samples(client: Client, run: str, iteration: int, job: Job) -> list[list[list[int]]]:
+    """Token ids by group and sample. Raises DataLoss unless every sample has the length that its seed gives."""
+    found: list[list[list[int]]] = [[] for _ in range(job.groups)]
     for sample in client.list_samples(run, iteration):
-        found[sample.group_index].append(len(sample.token_ids))
-    if found != job.lengths(iteration):
+        found[sample.group_index].append(list(sample.token_ids))
+    if [list(map(len, group)) for group in found] != job.lengths(iteration):
         raise DataLoss(f"run {run}, iteration {iteration}: responses have other lengths than the job prescribes",
                        reason="OTHER_JOB")
     return found

@@ -40,6 +40,14 @@ def main_rows(result: dict[str, Any]) -> Iterator[Row]:
     yield "GPU memory in use, peak", [_size(column["gpu_memory"]["peak_bytes"]) for column in columns]
 
 
+def update_rows(result: dict[str, Any]) -> Iterator[Row]:
+    """Every arm's first update begins with the same weights: of the same samples it is the same one."""
+    updates = [arm["first_update"] for arm in result["arms"]]
+    yield "gradient norm", [_number(update["gradient_norm"], 6) for update in updates]
+    yield "  samples as in the first arm", ["yes" if update["samples_sha256"] == updates[0]["samples_sha256"] else "no"
+                                            for update in updates]
+
+
 def phase_rows(result: dict[str, Any]) -> Iterator[Row]:
     names = dict.fromkeys([*TIME_LABELS, *(name for arm in result["arms"] for name in arm["phase_s"])])
     for name in names:
@@ -106,6 +114,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     if result["equation"]:
         lines += _text_table("equation 1, seconds", list(result["equation"]), equation_table(result))
     if arms:
+        lines += _text_table("first update", arms, update_rows(result))
         lines += _text_table("ledger, peak", arms, memory_rows(result))
     return [*lines, *(f"FAILED {item['what']}: {item['message']} [{item['reason']}]" for item in result["failed"])]
 

@@ -33,8 +33,8 @@ def arm_run(job, schedule: str, policy: str) -> ArmRun:
     barrier = PhaseSpan("update", "bind", True, 2.7, 0.05)
     history = dataclasses.replace(history, iterations=tuple(
         dataclasses.replace(record, spans=(*record.spans, barrier)) for record in history.iterations))
-    return ArmRun(Arm(schedule, policy), history, [job.lengths(iteration) for iteration in range(job.iterations)], 12.0,
-                  [2.9, 3.1], MemoryWatch(1 << 30, 60 << 30), {"mesh": {"sharing": policy}})
+    return ArmRun(Arm(schedule, policy), history, [job.lengths(iteration) for iteration in range(job.iterations)],
+                  f"of {schedule}", 12.0, [2.9, 3.1], MemoryWatch(1 << 30, 60 << 30), {"mesh": {"sharing": policy}})
 
 
 @pytest.fixture
@@ -234,9 +234,11 @@ def test_the_timeline_splits_rollout_and_has_every_role(result):
 def test_a_console_gets_every_table_and_what_failed(result):
     lines = summary_lines(result)
     heads = [after for before, after in zip(lines, lines[1:]) if before == ""]
-    assert [head.split("  ")[0].strip() for head in heads] == ["", "seconds of", "bounds", "equation 1, seconds", "ledger, peak"]
+    assert [head.split("  ")[0].strip() for head in heads] == ["", "seconds of", "bounds", "equation 1, seconds", "first update",
+                                                                   "ledger, peak"]
     assert heads[0].split() == ["serial@time-slice", "overlap@mps-priority", "TRL"]
     assert lines[-1] == "FAILED overlap@<x>: it & failed [BAD]"
+    assert next(line for line in lines if "samples as in the first arm" in line).split()[-2:] == ["yes", "no"]
     step = next(line for line in lines if line.startswith("step, seconds"))
     assert step.split()[2:] == ["2.800", "2.250", "15.000"]
     assert len(step) == len(heads[0])
