@@ -14,6 +14,7 @@ from engine_rig import EngineClient, engine_process
 from rollplex.core.topology import Topology
 
 VLLM = ("--set", "rollout.engine=vllm", "--set", "rollout.vllm.kv_cache_gib=0.0625", "--set", "rollout.vllm.max_model_len=2048")
+WORKER = ("--set", "rollout.vllm.worker_process=true")
 
 
 def replica_process(mesh: Any, topology: Topology, replica: int, *options: str

@@ -31,6 +31,9 @@ class VllmSection:
     """Every sample draws from a generator of its own seed. false: all from one, which is faster on a GPU: a launch a step for all
     samples, not for each; the same seeds then give other samples when others are decoded beside them. Deterministic runs
     have their generators whatever this says."""
+    worker_process: bool = False
+    """vLLM's worker is a process of its own with one rank too, as with several: one process schedules a step while the other
+    launches one, where both together take longer than the GPU. Costs a process and its start."""
     custom_all_reduce: bool = True
     """Above one rank, vLLM's own all-reduce kernels where GPUs reach each other; otherwise, or without, NCCL's."""
 

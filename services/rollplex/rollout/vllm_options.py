@@ -22,6 +22,8 @@ def engine_options(config: RolloutConfig, max_tokens: int, *, on_gpu: bool) -> d
     options = config.rollout.vllm
     return dict(
         **(_gpu_options if on_gpu else _cpu_options)(config, max_tokens),
+        # vLLM's own choice is this process for one rank, processes for several.
+        **({"distributed_executor_backend": "mp"} if options.worker_process else {}),
         model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0,
         tensor_parallel_size=config.mesh.topology.rollout_tp,
         max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows, enable_prefix_caching=True,

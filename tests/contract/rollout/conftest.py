@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_rig import served
-from replica_rig import VLLM, replica_process
+from replica_rig import VLLM, WORKER, replica_process
 from rollout_rig import actor_mesh
 from tiny_checkpoint import save_tiny
 
@@ -32,7 +32,8 @@ def vllm_engine(model: ModelSection, mesh: MeshSection):
 
 ENGINES = {"torch": torch_engine, "vllm": vllm_engine}
 REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1), "torch-q2": (Topology(2, 1), 1),
-            "vllm-tp2-q2": (Topology(4, 2), 1), "torch-cuda": (Topology(device_kind="cuda"), 0),
+            "vllm-tp2-q2": (Topology(4, 2), 1), "vllm-worker": (Topology(), 0),
+            "vllm-cuda-worker": (Topology(device_kind="cuda"), 0), "torch-cuda": (Topology(device_kind="cuda"), 0),
             "vllm-cuda": (Topology(device_kind="cuda"), 0), "torch-cuda-tp2": (Topology(2, 2, device_kind="cuda"), 0),
             "vllm-cuda-tp2": (Topology(2, 2, device_kind="cuda"), 0), "torch-cuda-q2": (Topology(2, 1, device_kind="cuda"), 1),
             "vllm-cuda-q2": (Topology(2, 1, device_kind="cuda"), 1)}
@@ -43,9 +44,10 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
 
 
 @pytest.fixture(scope="module", params=[
-    *ENGINES, *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2")),
-    *(pytest.param(name, marks=GPU) for name in ("torch-cuda", "vllm-cuda")),
-    *(pytest.param(name, marks=TWO_GPUS) for name in REPLICAS if "-cuda-" in name)])
+    *ENGINES,
+    *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2", "vllm-worker")),
+    *(pytest.param(name, marks=GPU) for name in ("torch-cuda", "vllm-cuda", "vllm-cuda-worker")),
+    *(pytest.param(name, marks=TWO_GPUS) for name in REPLICAS if name.endswith(("-cuda-tp2", "-cuda-q2")))])
 def engine_name(request):
     if request.param.startswith("vllm"):
         pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
@@ -77,7 +79,8 @@ def rollout(engine_name, mesh):
     """The served engine, its run open."""
     if engine_name in REPLICAS:
         topology, replica = REPLICAS[engine_name]
-        with replica_process(mesh, topology, replica, *(VLLM if engine_name.startswith("vllm") else ())) as (client, _):
+        options = (*(VLLM if engine_name.startswith("vllm") else ()), *(WORKER if "worker" in engine_name else ()))
+        with replica_process(mesh, topology, replica, *options) as (client, _):
             client.open_run()
             yield client
         return

@@ -53,6 +53,13 @@ def test_a_cpu_computes_prompts_whole_and_has_no_graphs():
     assert not {"compilation_config", "enable_sleep_mode", "async_scheduling"} & options.keys()
 
 
+def test_a_worker_is_a_process_of_its_own_on_request():
+    for on_gpu in (True, False):
+        assert "distributed_executor_backend" not in engine_options(CONFIG, 5000, on_gpu=on_gpu)
+        asked = engine_options(with_vllm(worker_process=True), 5000, on_gpu=on_gpu)
+        assert asked["distributed_executor_backend"] == "mp"
+
+
 def test_a_step_has_room_for_a_token_of_every_sample():
     few = with_vllm(max_num_batched_tokens=64)
     assert step_tokens(few, 5000, on_gpu=True) == 256
