@@ -183,24 +183,42 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         print("the prefix's host waits:", found["host_waits_prefix"])
 
     def profiled(work: Callable[[], object], name: str) -> None:
-        """The kernels that take most of `work`, on stdout."""
+        """What takes most of `work`, on stdout: kernels, and in a second pass, which the profiler slows, operations on the host."""
         if not arguments.profile or device == "cpu":
             return
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            work()
-            torch.cuda.synchronize()
-        print(name, profile.key_averages().table(sort_by="cuda_time_total", row_limit=18, max_name_column_width=70), sep="\n")
+        kinds = torch.profiler.ProfilerActivity
+        for activities, column in (([kinds.CUDA], "cuda_time_total"), ([kinds.CPU, kinds.CUDA], "self_cpu_time_total")):
+            with torch.profiler.profile(activities=activities) as profile:
+                work()
+                torch.cuda.synchronize()
+            print(name, column, profile.key_averages().table(sort_by=column, row_limit=18, max_name_column_width=70), sep="\n")
 
     with torch.no_grad():
         profiled(lambda: prefix_forward(model, on_device), "prefix forward")
         profiled(lambda: token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets), "suffix scoring")
 
-    def train(saved: str) -> None:
+    def backward(saved: str) -> None:
         attached = prefix_forward(model, on_device, saved=saved)
         hidden = suffix_forward(model, attached, packed)
         token_logprobs(model, hidden, packed.targets)[0].sum().backward()
         attached.backward()
+
+    def train(saved: str) -> None:
+        backward(saved)
         model.zero_grad(set_to_none=True)
+
+    def repeated() -> dict[str, float]:
+        """How far the gradients of two passes over the same numbers are apart, of their norm, and how many are equal."""
+        passes: list[dict[str, torch.Tensor]] = []
+        for _ in range(2):
+            backward("recompute")
+            passes.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad(set_to_none=True)
+        first, second = passes
+        squares = [((first[name] - second[name]).double().square().sum(), first[name].double().square().sum()) for name in first]
+        apart, whole = (float(torch.stack(column).sum()) ** 0.5 for column in zip(*squares))
+        return {"relative_difference": apart / whole, "parameters": len(first),
+                "equal": sum(torch.equal(first[name], second[name]) for name in first)}
 
     def peak_gib(work: Callable[[], object]) -> float | None:
         if device == "cpu":
@@ -215,6 +233,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         report(f"one group's training, {saved}", clock(lambda saved=saved: train(saved), warmups=1),
                3 * (prefix_flop + vision_flop + suffix_flop))
         found[f"peak_gib_{saved}"] = peak_gib(lambda saved=saved: train(saved))
+    found["repeated_gradients"] = repeated()
+    print("gradients of two passes:", found["repeated_gradients"], flush=True)
     profiled(lambda: train("recompute"), "one group's training")
     return found
 
@@ -229,7 +249,7 @@ def main() -> None:
     parser.add_argument("--max-response-tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--all-modes", action="store_true", help="train with every way of saving activations")
-    parser.add_argument("--profile", action="store_true", help="also print the slowest kernels")
+    parser.add_argument("--profile", action="store_true", help="also print the slowest kernels and host operations")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     init_tensor_parallel(0, 1)
