@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         print("the prefix's host waits:", found["host_waits_prefix"])
 
     def profiled(work: Callable[[], object], name: str) -> None:
-        """What takes most of `work`, on stdout: kernels, and in a second pass, which the profiler slows, operations on the host."""
+        """What takes most of `work`, on stdout: kernels; and operations on the host, in a second pass, which this slows."""
         if not arguments.profile or device == "cpu":
             return
         kinds = torch.profiler.ProfilerActivity
