@@ -56,7 +56,7 @@ def render(result: dict[str, Any]) -> str:
         section("Equation 1", _table("seconds", list(result["equation"]), equation_table(result)) if result["equation"] else "",
                 "T_D and T_P from the serial arm of the same go, same prompts and lengths."),
         section("First update", _table("", arms, update_rows(result)),
-                "All arms begin with the same weights: of the same samples the update is the same one."),
+                "All arms begin with the same weights: of the same samples the update is the same but for rounding."),
         section("Memory by class", _table("peak", arms, memory_rows(result)), "The broker's ledger."),
         section("TRL", _trl(result)), section("Failed", _failed(result)),
         section("Job, hardware, versions", f"<pre>{escape(json.dumps({key: result[key] for key in FACTS}, indent=1))}</pre>"),

@@ -38,7 +38,7 @@ class ArmRun:
     lengths: list[list[list[int]]]
     """Sampled tokens of every iteration, group and sample."""
     first_samples: str
-    """SHA-256 of the first iteration's tokens. Every arm begins with the same weights: where it is the same, so is the update."""
+    """SHA-256 of the first iteration's tokens."""
     start_s: float
     """To an open run: from nothing, or from a mesh that an earlier arm has left."""
     wall_s: list[float]

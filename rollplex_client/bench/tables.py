@@ -41,7 +41,7 @@ def main_rows(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def update_rows(result: dict[str, Any]) -> Iterator[Row]:
-    """Every arm's first update begins with the same weights: of the same samples it is the same one."""
+    """Every arm's first update begins with the same weights: of the same samples it is the same but for rounding."""
     updates = [arm["first_update"] for arm in result["arms"]]
     yield "gradient norm", [_number(update["gradient_norm"], 6) for update in updates]
     yield "  samples as in the first arm", ["yes" if update["samples_sha256"] == updates[0]["samples_sha256"] else "no"

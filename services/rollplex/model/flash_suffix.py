@@ -12,8 +12,7 @@ Legend: T queries, B boundary tokens, H query heads, K kv heads of this rank, d 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -110,25 +109,6 @@ def _backward(grad_out: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, 
     """(dq, dk, dv) of this set of keys; `out` and `log_sum` are of the whole."""
     # For dropout, of which there is none.
     generator_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    with _in_one_order():
-        return torch.ops.aten._flash_attention_backward(
-            grad_out, q, k, v, out, log_sum, queries.starts, keys.starts, queries.longest, keys.longest, 0.0, causal,
-            generator_state, generator_state.new_empty(0))
-
-
-@contextmanager
-def _in_one_order() -> Iterator[None]:
-    """dq is summed over blocks of keys as they come, or inside here in one order: torch has no argument for it.
-
-    A last bit that falls otherwise is 1% of a bfloat16 gradient some layers further down, and two schedules of one run would no
-    longer do the same update (docs/adr/0014).
-    """
-    mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    # Every byte is written by the kernels; NaN beforehand would be a pass over memory more.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
-        torch.set_deterministic_debug_mode(mode)
+    return torch.ops.aten._flash_attention_backward(
+        grad_out, q, k, v, out, log_sum, queries.starts, keys.starts, queries.longest, keys.longest, 0.0, causal,
+        generator_state, generator_state.new_empty(0))

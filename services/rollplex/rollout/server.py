@@ -99,7 +99,7 @@ def build_shard(config: RolloutConfig, replica: int, rank: int) -> RankShard:
 
 
 def _bound_allocator(config: RolloutConfig, replica: int, rank: int) -> None:
-    """Of the process that is this rank. vLLM's further ranks are processes of its own, without this bound."""
+    """Of the process that is this rank. vLLM's workers that are processes of their own are without this bound."""
     topology = config.mesh.topology
     device = torch.device(torch_device(topology.device_name(topology.replica_devices(replica)[rank])))
     bound_allocator(device, budget_gib=config.mesh.hbm_budget_gib, share_gib=config.rollout.hbm_share_gib)

@@ -90,20 +90,3 @@ def test_spans_of_samples():
     samples = Samples.of(5, LENGTHS, torch.device("cpu"))
     assert [(span.starts.tolist(), span.longest) for span in (samples.boundary, samples.packed, samples.each)] == [
         ([0, 5], 5), ([0, 11], 11), ([0, 3, 4, 11], 7)]
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("fills", [True, False])
-def test_one_order_is_asked_for_inside_alone(mode, fills):
-    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode(mode)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
-    try:
-        with pytest.raises(ZeroDivisionError), flash_suffix._in_one_order():
-            assert torch.get_deterministic_debug_mode() == 2
-            assert not torch.utils.deterministic.fill_uninitialized_memory
-            raise ZeroDivisionError
-        assert (torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory) == (mode, fills)
-    finally:
-        torch.set_deterministic_debug_mode(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
