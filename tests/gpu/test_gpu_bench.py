@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_marks import NEEDS_GPU
 
 from rollplex.torchvision_ops import ensure_torchvision
 
@@ -15,7 +16,7 @@ from rollplex.bench.checkpoint import build_checkpoint  # noqa: E402
 from rollplex.bench.probe import probe  # noqa: E402
 from rollplex_client.bench.gpu_memory import watch_memory  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(scope="module")

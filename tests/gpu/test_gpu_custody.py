@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from gpu_marks import NEEDS_GPU
 
 from rollplex.core.errors import BadInput
 from rollplex.core.leases import LeaseMode
@@ -16,7 +17,7 @@ from rollplex.core.placement import Placement
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 SIZE = (64 << 20) + 100
 NAME = "runs/r/actor/cuda:0"
 MAKER = """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from figures import figure
+from gpu_marks import NEEDS_GPU
 from tiny_checkpoint import save_tiny, tensor_parallel
 from tiny_qwen import Group, hf_gradients, make_responses, oracle_logits, oracle_loss, two_stage_loss, worst_gradient_error
 
@@ -32,7 +33,7 @@ from rollplex.model import (
 # After rollplex.model, which makes torchvision importable.
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+GPU = pytest.param("cuda:0", marks=NEEDS_GPU)
 DEVICES = ["host:0", GPU]
 LENGTHS = [3, 1, 40, 17]
 BOUNDS = {torch.float32: SimpleNamespace(largest=1e-4, mean=1e-5), torch.bfloat16: SimpleNamespace(largest=0.2, mean=0.03)}

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from figures import ON_CPU, figure
+from gpu_marks import NEEDS_GPU
 from hand_mesh import HandMesh
 from runs import BASE, distance, iterate, mixed, weights_of
 from slab_hashes import SlabHashes
@@ -24,7 +24,7 @@ from rollplex.demo.videos import make_videos
 from rollplex_client import prompt_from_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+GPU = pytest.param("cuda", marks=NEEDS_GPU)
 DEVICES = [pytest.param("host", marks=ON_CPU), GPU]
 SUPPORT = Path(__file__).parents[1] / "support"
 ITERATIONS = 3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import RUN, Loop, broker, connect, served
+from gpu_marks import NEEDS_GPU, needs_gpu
 from reference_rig import expected, materialize, respond, score
 from tiny_checkpoint import PromptMaker, frozen_model, save_tiny, tensor_parallel
 
@@ -29,16 +30,9 @@ from rollplex.reference.paging import PagedWeights
 from rollplex.reference.server import build_engine
 from rollplex.reference.servicer import add_reference
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GIB = 1 << 30
 NEARLY = 64 << 20
 """What allocators and contexts may keep or take meanwhile."""
-
-
-def needs_gpu(test):
-    for mark in GPU:
-        test = mark(test)
-    return test
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +112,7 @@ def memory_in_use(device: str) -> int:
     return total - free
 
 
-@pytest.mark.parametrize(("device", "size_bytes"), [("host", 128 << 20), pytest.param("cuda:0", GIB, marks=GPU)])
+@pytest.mark.parametrize(("device", "size_bytes"), [("host", 128 << 20), pytest.param("cuda:0", GIB, marks=NEEDS_GPU)])
 def test_pages_are_on_the_device_only_meanwhile(device, size_bytes):
     use_device(device)
     source = BigSource(size_bytes)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import ledger_bytes
+from gpu_marks import NEEDS_GPU
 from replica_rig import VLLM, replica_process
 from rollout_rig import SAMPLING, actor_mesh, generate, start, teacher_forced, tokens_of
 from tiny_checkpoint import frozen_model, save_tiny
@@ -25,7 +26,7 @@ from rollplex.core.topology import Topology
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"), pytest.mark.timeout(480)]
+pytestmark = [*NEEDS_GPU, pytest.mark.timeout(480)]
 TOPOLOGY = Topology(device_kind="cuda")
 GREEDY = dataclasses.replace(SAMPLING, greedy=True)
 KV_GIB = 4

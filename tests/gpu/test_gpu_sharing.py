@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_marks import NEEDS_GPU
 from tiny_qwen import bind_model, build_hf, make_groups, two_stage_loss, worst_gradient_error
 
 from rollplex.core.config import MeshSection
@@ -25,7 +26,7 @@ from rollplex.model import VisionLanguageModel, destroy_tensor_parallel, init_te
 from rollplex_client.cli.mps_control import CONTROL
 from rollplex_client.cli.supervision import listener_pid
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 needs_mps = pytest.mark.skipif(shutil.which(CONTROL) is None, reason=f"{CONTROL} is not on PATH")
 WAIT_S = 120.0
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_session import FakeSession
+from gpu_marks import NEEDS_GPU, needs_gpu
 from tiny_checkpoint import PromptMaker, tensor_parallel
 from tiny_trainer import QUIET, DictBroker, build_hf, gradients, make_groups, open_engine, run_config, train
 from update_steps import POINTS, Crash, crash_at, flat_update, masters, open_run, order
@@ -32,10 +33,8 @@ from rollplex.model import (
     read_model_config,
 )
 
-HAS_GPU = torch.cuda.is_available()
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")])
+GPU = pytest.param("cuda", marks=NEEDS_GPU)
 DEVICES = ["host", GPU]
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")]
 TORCH = {"host": "cpu", "cuda": "cuda:0"}
 GRADIENTS = state_slab("run", 0, "gradients")
 
@@ -304,7 +303,7 @@ def test_offloaded_tensors_come_back_as_they_were(devices):
 class TestWithoutWaiting:
     """torch reports every operation that makes the host wait for the GPU."""
 
-    pytestmark = needs_gpu
+    pytestmark = NEEDS_GPU
 
     @pytest.fixture
     def no_waiting(self, monkeypatch):
@@ -379,8 +378,7 @@ def test_pixels_of_a_device_are_the_processors(tiny_checkpoint, devices):
         assert torch.equal(getattr(found, name).cpu(), torch.from_numpy(getattr(expected, name)))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
+@needs_gpu
 def test_a_full_device_is_our_error_and_leaves_the_process_usable():
     with pytest.raises(OutOfMemory, match=r"cuda:0 has no memory left in OVERLAP"), \
             device_errors(Phase.OVERLAP, "materialize_prefix", "cuda:0"):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_rig import broker, connect
+from gpu_marks import NEEDS_GPU
 from tiny_checkpoint import PromptMaker, save_tiny
 from trainer_ranks import distance
 from trainer_rig import TrainerClient, config, respond
@@ -28,7 +29,7 @@ from rollplex.data.processor import PromptProcessor
 from rollplex.model import ActorLayout, read_model_config
 from rollplex.trainer.config import TrainerConfig, TrainerSection
 
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+GPU = pytest.param("cuda", marks=NEEDS_GPU)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_session import FakeSession
 from figures import figure
+from gpu_marks import NEEDS_GPU
 from tiny_checkpoint import MEDIA, PromptMaker
 
 from rollplex.data.processor import PromptProcessor
@@ -16,7 +17,7 @@ from rollplex.model import read_model_config
 
 vllm_prompts = pytest.importorskip("rollplex.rollout.vllm_prompts", reason="vLLM is not installed here")
 
-GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")])
+GPU = pytest.param("cuda:0", marks=NEEDS_GPU)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 import torch
+from gpu_marks import NEEDS_GPU
 
 from rollplex.core.errors import BadInput
 from rollplex.core.placement import Placement
@@ -21,7 +22,7 @@ from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_driver import HostDriver
 
 SIZE = 3 * mmap.PAGESIZE + 100
-GPU = pytest.param("cuda:0", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")])
+GPU = pytest.param("cuda:0", marks=NEEDS_GPU)
 
 
 @pytest.fixture(params=["host", GPU])

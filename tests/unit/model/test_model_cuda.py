@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_marks import NEEDS_GPU
 from tiny_qwen import Bound, Group, make_groups, make_responses, two_stage_loss, worst_gradient_error
 
 from rollplex.model import GroupDecoder, VisionLanguageModel, attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 KINDS, LENGTHS = ["video", "text", "one_token", "image_and_video"], [3, 1, 40]
 
 
