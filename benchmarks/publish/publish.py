@@ -36,6 +36,7 @@ import torch  # noqa: E402
 from tiny_trainer import DictBroker, tiny_config  # noqa: E402
 from transformers import Qwen2_5_VLConfig  # noqa: E402
 
+from rollplex.bench.checkpoint import HALVED, PUBLISHED, raw_config  # noqa: E402
 from rollplex.core.chunks import split_chunks  # noqa: E402
 from rollplex.core.ids import actor_slab  # noqa: E402
 from rollplex.core.topology import Topology  # noqa: E402
@@ -45,13 +46,10 @@ from rollplex.trainer.actor_slabs import ActorSlabs  # noqa: E402
 
 DTYPE, ITEM = "bfloat16", 2
 CHUNK_ELEMENTS = {"host": 1 << 22, "cuda": 1 << 24}
-PUBLISHED = {"3b": "Qwen2.5-VL-3B", "7b": "Qwen2.5-VL-7B", "32b": "Qwen2.5-VL-32B"}
 
 
 def published_config(shape: str) -> ModelConfig:
-    raw = json.loads((ROOT / "services/rollplex/model/published" / f"{PUBLISHED[shape]}.json").read_text())
-    raw.pop("nominal_language_parameters", None)
-    return _from_hf(Qwen2_5_VLConfig.from_dict(raw), None, None)
+    return _from_hf(Qwen2_5_VLConfig.from_dict(raw_config(shape)), None, None)
 
 
 def model_config(hidden: int, layers: int = 4) -> ModelConfig:
@@ -221,7 +219,7 @@ def measure(config: ModelConfig, train_tp: int, rollout_tp: int, repeats: int, k
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--shape", nargs="+", choices=tuple(PUBLISHED), default=[], help="published sizes, instead of --hidden")
+    parser.add_argument("--shape", nargs="+", choices=(*PUBLISHED, *HALVED), default=[], help="published sizes, instead of --hidden")
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--pairs", nargs="+", default=["1:1", "2:1", "4:2"], help="TP_train:TP_rollout")
     parser.add_argument("--repeats", type=int, default=3)

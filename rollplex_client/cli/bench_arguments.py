@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-SHAPES = ("tiny", "tiny8", "3b", "7b", "32b")
+SHAPES = ("tiny", "tiny8", "3b", "7b", "32b", "32b-half")
 ARMS = "serial,overlap@mps-default,overlap@mps-priority"
 
 
@@ -16,8 +16,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     job = bench.add_argument_group("the job", "random weights, real videos, response lengths drawn from the samples' seeds: "
                                    "the same in every arm")
     model = job.add_mutually_exclusive_group()
-    model.add_argument("--shape", choices=SHAPES, default="3b", help="Qwen2.5-VL of that size (default 3b); tiny8: "
-                       "eight heads, for eight ranks")
+    model.add_argument("--shape", choices=SHAPES, default="3b", help="Qwen2.5-VL of that size (default 3b); 32b-half: "
+                       "half of its layers, for half of the GPUs; tiny8: eight heads, for eight ranks")
     model.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint that is there, instead")
     _number(job, "--prompt-tokens", 4096, "of a prompt, media included; the true number is reported")
     _number(job, "--groups", 16, "prompts of an iteration")

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollplex.core.imports import uncollected
 
-SHAPES = ("tiny", "tiny8", "3b", "7b", "32b")
+SHAPES = ("tiny", "tiny8", "3b", "7b", "32b", "32b-half")
 
 
 def main() -> None:

@@ -40,7 +40,10 @@ TINY: dict[str, Any] = {
 SMALL = {"tiny": TINY, "tiny8": TINY | {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8,
                                         "vision_config": TINY["vision_config"] | {"out_hidden_size": 128}}}
 """The second for up to eight ranks."""
-SHAPES = (*SMALL, *PUBLISHED)
+HALVED = {"32b-half": "32b"}
+"""Half the language model's layers, every width and the whole tower as they are: on half of the GPUs, at half of the
+tensor-parallel degrees, a GPU holds as much as one of the whole model on all of them."""
+SHAPES = (*SMALL, *PUBLISHED, *HALVED)
 SHARD_BYTES = 2 << 30
 WRITERS = 4
 LARGEST_FRAME_TOKENS = 2048
@@ -49,9 +52,12 @@ RESIDUAL = ("o_proj.weight", "down_proj.weight", "attn.proj.weight")
 
 
 def raw_config(shape: str) -> dict[str, Any]:
-    """config.json of a published shape, or of a small one."""
+    """config.json of a published shape, of half of one, or of a small one."""
     if shape in SMALL:
         return SMALL[shape]
+    if shape in HALVED:
+        whole = raw_config(HALVED[shape])
+        return whole | {"num_hidden_layers": whole["num_hidden_layers"] // 2}
     # A path, since rollplex.model would import what no benchmark's data needs.
     folder = Path(rollplex.core.__file__).parents[1] / "model" / "published"
     raw = json.loads((folder / f"{PUBLISHED[shape]}.json").read_text())

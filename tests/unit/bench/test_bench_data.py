@@ -18,7 +18,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration  #
 from rollplex.bench import checkpoint as bench_checkpoint  # noqa: E402
 from rollplex.bench import trl_run  # noqa: E402
 from rollplex.bench.__main__ import _once  # noqa: E402
-from rollplex.bench.checkpoint import PUBLISHED, build_checkpoint, raw_config  # noqa: E402
+from rollplex.bench.checkpoint import HALVED, PUBLISHED, build_checkpoint, raw_config  # noqa: E402
 from rollplex.bench.probe import stated  # noqa: E402
 from rollplex.bench.tokenizer import SPECIAL_TOKENS, build_tokenizer  # noqa: E402
 from rollplex.bench.trl_run import (  # noqa: E402
@@ -131,7 +131,7 @@ def test_trl_s_processor_works_on_an_image_once(checkpoint, workload):
     assert torch.equal(found["pixel_values"], expected["pixel_values"])
 
 
-@pytest.mark.parametrize("shape", sorted(PUBLISHED))
+@pytest.mark.parametrize("shape", [*PUBLISHED, *HALVED])
 def test_published_shapes_have_qwens_special_tokens(shape):
     raw = raw_config(shape)
     tokenizer = build_tokenizer(raw["vocab_size"], raw["bos_token_id"], raw["max_position_embeddings"])
@@ -251,7 +251,7 @@ def test_trl_s_tower_computes_the_same_with_our_attention(checkpoint, monkeypatc
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", sorted(PUBLISHED))
+@pytest.mark.parametrize("shape", [*PUBLISHED, *HALVED])
 def test_published_shapes_hold_the_parameters_that_our_model_has(shape, tmp_path):
     config = Qwen2_5_VLConfig.from_dict(raw_config(shape))
     config.save_pretrained(tmp_path)
