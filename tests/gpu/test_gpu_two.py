@@ -92,6 +92,27 @@ def test_the_others_slab_is_read_from_here_too(peer_slab):
     assert bool((here == 5).all())
 
 
+def test_a_slab_is_copied_from_the_others(peer_slab):
+    """As a replica with GPUs of its own copies the actor: from pages that may only be read, into some that GPU 1 cannot touch."""
+    values = torch.randint(0, 256, (2 * ELEMENTS,), dtype=torch.uint8, device="cuda:1")
+    peer_slab.tensor.view(torch.uint8).copy_(values)
+    torch.cuda.synchronize(1)
+    driver, size = driver_of("cuda:0"), 2 * ELEMENTS
+    peer_slab.driver.map(peer_slab.reservation, peer_slab.handle, writable=False)
+    reservation, handle = driver.reserve(size), driver.create(size, "own")
+    try:
+        own = views.reserved_tensor(driver, reservation, size)
+        driver.map(reservation, handle, writable=True)
+        began = time.perf_counter()
+        driver.copy(own, peer_slab.tensor.view(torch.uint8))
+        torch.cuda.synchronize(0)
+        print(f"\na slab copied from the peer's: {size / (time.perf_counter() - began) / 1e9:.0f} GB/s")
+        assert torch.equal(own, values.to("cuda:0"))
+    finally:
+        driver.free(reservation)
+        driver.release(handle)
+
+
 RANK = """
 import json, os, sys, time
 from pathlib import Path

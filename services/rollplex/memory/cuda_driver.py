@@ -124,6 +124,15 @@ class CudaDriver:
             for offset in covered:
                 _call(cu.cuMemUnmap, reservation.address + offset, extents.pop(offset))
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        here = torch.cuda.current_device()
+        if not all(_reaches(here, tensor.device.index) for tensor in (target, source)):
+            target.copy_(source)
+            return
+        # torch has the source's GPU copy, and the target is mapped for its own and for this process's current one alone.
+        self._enter()
+        _call(cu.cuMemcpyDtoDAsync, target.data_ptr(), source.data_ptr(), target.nbytes, torch.cuda.current_stream().cuda_stream)
+
     def release(self, handle: Handle) -> None:
         _call(cu.cuMemRelease, handle.number)
 
@@ -144,8 +153,7 @@ class CudaDriver:
     def _allow(self, address: int, size_bytes: int, *, writable: bool) -> None:
         """This GPU, and the process's current one if that is another that reaches it, may read, and write if `writable`."""
         current = torch.cuda.current_device()
-        reaches = current == self._ordinal or torch.cuda.can_device_access_peer(current, self._ordinal)
-        ordinals = {self._ordinal, *([current] if reaches else ())}
+        ordinals = {self._ordinal, *([current] if _reaches(current, self._ordinal) else ())}
         if not writable and self.read_only_mappings:
             try:
                 _set_access(address, size_bytes, ordinals, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
@@ -182,6 +190,10 @@ class CudaDriver:
         if size < 1 or offset_bytes + size > reservation.size_bytes:
             raise ValueError(f"{size} bytes at {offset_bytes} do not fit a reservation of {reservation.size_bytes}")
         return size
+
+
+def _reaches(ordinal: int, other: int) -> bool:
+    return ordinal == other or torch.cuda.can_device_access_peer(ordinal, other)
 
 
 def _set_access(address: int, size_bytes: int, ordinals: Iterable[int], flags: cu.CUmemAccess_flags) -> None:

@@ -8,7 +8,10 @@ cuMemCreate, cuMemExportToShareableHandle, cuMemMap + cuMemSetAccess, ...); the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,11 @@ class Driver(Protocol):
 
     def unmap(self, reservation: Reservation, *, offset_bytes: int = 0, size_bytes: int | None = None) -> None:
         """Takes memory from the range (the whole by default); the addresses stay reserved."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Bytes of a mapped slab into this driver's mapped one, both uint8 [n] and mapped in this process; may still run when it
+        returns, and `unmap` and `free` wait for it."""
         ...
 
     def release(self, handle: Handle) -> None:

@@ -6,9 +6,13 @@ import ctypes
 import fcntl
 import mmap
 import os
+from typing import TYPE_CHECKING
 
 from rollplex.core.placement import align_up
 from rollplex.memory.driver import Handle, Reservation
+
+if TYPE_CHECKING:
+    import torch
 
 # From <bits/mman-linux.h>; Python's mmap module does not export them.
 MAP_FIXED = 0x10
@@ -90,6 +94,9 @@ class HostDriver:
         # A plain munmap would give the addresses to whoever maps next; an inaccessible mapping keeps them ours.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
         _mmap(reservation.address + offset_bytes, size, PROT_NONE, flags)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def release(self, handle: Handle) -> None:
         os.close(handle.number)

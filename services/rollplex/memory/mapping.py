@@ -69,6 +69,10 @@ class MappedSlab:
         """A view that lives as long as this object, bound or not. Raises ValueError when it reaches past the end."""
         return views.tensor(self._base, placement)
 
+    def copy_from(self, other: MappedSlab, start: int, stop: int) -> None:
+        """Bytes of another slab, to the same place in this one, which is bound for writing. Done when this is unbound."""
+        self._driver.copy(self._base[start:stop], other._base[start:stop])
+
     def close(self) -> None:
         """Gives the addresses back. Tensors made before must not be touched any more."""
         if self._reservation.size_bytes:

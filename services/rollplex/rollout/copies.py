@@ -14,7 +14,6 @@ from rollplex.core import work
 from rollplex.core.errors import NotFound, WrongState
 from rollplex.core.ids import actor_slab, copy_name
 from rollplex.core.leases import LeaseMode
-from rollplex.core.placement import Placement
 from rollplex.core.snapshots import SnapshotState
 from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
@@ -114,8 +113,7 @@ class SnapshotCopies:
                     mapped[1].bind(target, writable=True)
                     for start in range(0, size_bytes, PIECE_BYTES):
                         context.check()
-                        piece = Placement.contiguous(name, start, (min(PIECE_BYTES, size_bytes - start),), "uint8")
-                        mapped[1].tensor(piece).copy_(mapped[0].tensor(piece))
+                        mapped[1].copy_from(mapped[0], start, min(start + PIECE_BYTES, size_bytes))
                 finally:
                     for mapping in mapped:
                         mapping.close()

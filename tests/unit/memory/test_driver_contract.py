@@ -111,6 +111,24 @@ def test_two_mappings_share_bytes(driver, reservation, handle):
     driver.free(second)
 
 
+def test_bytes_are_copied_from_memory_that_is_mapped_for_reading(driver, reservation, handle):
+    driver.map(reservation, handle, writable=True)
+    source = views.reserved_tensor(driver, reservation, SIZE)
+    source.copy_(torch.randint(0, 256, (SIZE,), dtype=torch.uint8))
+    expected = source.clone()
+    driver.map(reservation, handle, writable=False)
+    own, made = driver.reserve(SIZE), driver.create(SIZE, "own")
+    try:
+        target = views.reserved_tensor(driver, own, SIZE)
+        driver.map(own, made, writable=True)
+        driver.copy(target[100:], source[100:])
+        assert torch.equal(target[100:], expected[100:])
+        assert not target[:100].any()
+    finally:
+        driver.free(own)
+        driver.release(made)
+
+
 def test_memory_outlives_its_creators_handle(driver, reservation):
     made = driver.create(SIZE, "short-lived")
     fd = driver.export(made)
