@@ -219,7 +219,8 @@ def measure(config: ModelConfig, train_tp: int, rollout_tp: int, repeats: int, k
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--shape", nargs="+", choices=(*PUBLISHED, *HALVED), default=[], help="published sizes, instead of --hidden")
+    parser.add_argument("--shape", nargs="+", choices=(*PUBLISHED, *HALVED), default=[],
+                        help="published sizes, instead of --hidden")
     parser.add_argument("--device", choices=("host", "cuda"), default="host")
     parser.add_argument("--pairs", nargs="+", default=["1:1", "2:1", "4:2"], help="TP_train:TP_rollout")
     parser.add_argument("--repeats", type=int, default=3)

@@ -51,6 +51,11 @@ class ModelConfig:
         return -(-self.vocab_size // alignment) * alignment
 
     @property
+    def patch_width(self) -> int:
+        """Numbers in one patch of an image or video: channels x frames x height x width."""
+        return self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2
+
+    @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """Never part of a response: the training forward would take them for media."""
         ids = {self.image_token_id, self.video_token_id, self.vision_start_token_id, self.vision_end_token_id}

@@ -137,12 +137,11 @@ def _check_pixels(
         raise BadInput(f"{kind} pixels and {kind} grid come together or not at all", reason="BAD_MEDIA_GRID")
     if pixels is None:
         return
-    vision = config.vision
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     patches = int(np.asarray(grids, dtype=np.int64).prod(axis=-1).sum())
-    if tuple(pixels.shape) != (patches, channels):
+    if tuple(pixels.shape) != (patches, config.patch_width):
         raise BadInput(
-            f"{kind} pixels of shape {tuple(pixels.shape)}; the grid {np.asarray(grids).tolist()} needs {(patches, channels)}",
+            f"{kind} pixels of shape {tuple(pixels.shape)}; the grid {np.asarray(grids).tolist()} needs "
+            f"{(patches, config.patch_width)}",
             reason="BAD_MEDIA_GRID",
         )
 

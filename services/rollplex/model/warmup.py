@@ -100,10 +100,9 @@ def _prompt(config: ModelConfig, device: torch.device) -> tuple[PromptInputs, Pa
     features = frames * height * width // config.spatial_merge_size**2
     tokens = np.array([_TEXT, config.vision_start_token_id, *[config.video_token_id] * features, config.vision_end_token_id,
                        _TEXT, _TEXT])
-    vision = config.vision
-    channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     inputs = PromptInputs.from_arrays(
-        config, token_ids=tokens, pixel_values_videos=np.zeros((frames * height * width, channels), dtype=np.float32),
+        config, token_ids=tokens,
+        pixel_values_videos=np.zeros((frames * height * width, config.patch_width), dtype=np.float32),
         video_grid_thw=np.array([_GRID]), second_per_grid_ts=np.ones(1)).to(device)
     responses = [torch.full((length,), _TEXT, device=device) for length in _RESPONSES]
     return inputs, pack_responses(inputs.last_token, responses, inputs.suffix_position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from rollplex.rollout.config import RolloutConfig
 from rollplex.rollout.engine import ReplicaBroken, SeededGroup, Tally
 from rollplex.rollout.vllm_flight import Flight
 from rollplex.rollout.vllm_group import VllmGroup
-from rollplex.rollout.vllm_options import engine_options, step_tokens
+from rollplex.rollout.vllm_options import engine_options, step_tokens, worker_processes
 from rollplex.rollout.vllm_prompts import VllmPrompts
 from rollplex.rollout.workers import process_name
 
@@ -46,7 +47,7 @@ class VllmEngine:
         self._step_tokens = step_tokens(config, self._max_tokens, on_gpu=vllm_internals.on_gpu())
         self._group = VllmGroup(engine_args(config, replica, self._max_tokens), process_name(replica, 0),
                                 config.mesh.collective_timeout_s, STEPS_OF_MEDIA * self._step_tokens)
-        self._prompts = VllmPrompts(reader, model, getattr(torch, config.model.dtype))
+        self._prompts = VllmPrompts(reader, model, getattr(torch, config.model.dtype), shared=worker_processes(config))
         self._run, self._device = "", topology.device_name(topology.replica_devices(replica)[0])
         self._start()
 
@@ -105,6 +106,7 @@ class VllmEngine:
                 with timed, self._group.together("decode"):
                     finished = flight.step()
                 tally.finish(finished)
+                self._prompts.forget({sample.group_index for sample in finished} - flight.groups())
         except (Aborted, DeadlineExceeded):
             tally.finish(flight.unfinished())
             raise
@@ -113,6 +115,7 @@ class VllmEngine:
                 flight.abort()
                 with self._group.together("decode"):
                     vllm_internals.settle(self._group.engine)
+            self._prompts.forget()
 
     def _start(self) -> None:
         self._group.start()
@@ -175,7 +178,7 @@ def engine_args(config: RolloutConfig, replica: int, max_tokens: int) -> EngineA
     topology = config.mesh.topology
     source = vllm_loader.SlabSource(
         config.mesh.address("broker"), str(config.mesh.handle_socket), process_name(replica, 0), str(config.model.checkpoint),
-        config.model.dtype, topology.train_tp, tuple(map(topology.device_name, topology.replica_devices(replica))))
+        config.model.dtype, topology.train_tp, tuple(map(topology.device_name, topology.replica_devices(replica))), os.getpid())
     return EngineArgs(**engine_options(config, max_tokens, on_gpu=vllm_internals.on_gpu()), **vllm_internals.pixels_as_given(),
                       load_format=vllm_loader.LOAD_FORMAT,
                       model_loader_extra_config=source.as_config(),

@@ -78,6 +78,10 @@ class Flight:
         self._held[first[0]] = others
         self._requests.add(*first)
 
+    def groups(self) -> set[int]:
+        """Indices of groups that have a sample in flight."""
+        return {sample.group_index for sample in self._growing.values()}
+
     def prefills(self, max_rows: int) -> bool:
         """Whether the next step has prompt tokens: some sample waits for its first token, and not only for one of `max_rows`."""
         return self._unstarted > max(0, len(self._growing) - max_rows)

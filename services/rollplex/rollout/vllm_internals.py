@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollplex.model.parallel import MAX_CTAS
 _MADV_DONTNEED = 4
 _ALIGNMENT = 64
 """Columns."""
+PATCH_FIELDS = ("pixel_values", "pixel_values_videos")
 
 
 def set_environment(collective_timeout_s: float) -> None:
@@ -90,6 +92,17 @@ def aligned_mlp(mlp: nn.Module, x: torch.Tensor, alignment: int = _ALIGNMENT) ->
     bias = functional.pad(mlp.gate_up_proj.bias.unflatten(0, (2, -1)), (0, missing)).flatten()
     gated = mlp.act_fn(functional.linear(x, weight, bias))
     return functional.linear(gated, functional.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias)
+
+
+def take_tickets(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The tower is given `take(ticket)` where patches should be and a ticket, which is of integers, was sent."""
+    embed = model.embed_multimodal
+
+    def embed_with_patches(**fields: Any) -> Any:
+        tickets = {name: fields[name] for name in PATCH_FIELDS if name in fields and not fields[name].is_floating_point()}
+        return embed(**fields | {name: take(ticket) for name, ticket in tickets.items()})
+
+    model.embed_multimodal = embed_with_patches
 
 
 def tensor_parallel_place() -> tuple[int, int]:
@@ -180,18 +193,21 @@ def start_engine(arguments: Any, encoder_cache_tokens: int) -> Any:
     return LLMEngine.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
 
 
-def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tensor], media: Mapping[str, Any]) -> dict[str, Any]:
+def engine_input(engine: Any, token_ids: list[int], fields: dict[str, torch.Tensor], media: Mapping[str, Any],
+                 on_host: Collection[str] = ()) -> dict[str, Any]:
     """What `add_request` takes any number of times, as vLLM's processor would have made it, by the model's own list of fields.
 
     `token_ids`: placeholders expanded. `fields`: by the names of the model's forward pass, all media of a kind in one. `media`:
-    kind -> (name, first placeholder, placeholders) of each; the name is the key of vLLM's caches.
+    kind -> (name, first placeholder, placeholders) of each; the name is the key of vLLM's caches. `on_host`: fields that workers
+    shall not bring to their device.
     """
     from vllm.inputs import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
     if not media:
         return tokens_input(token_ids)
-    layout = engine.renderer.get_mm_processor()._get_mm_fields_config(fields, {})
+    layout = dict(engine.renderer.get_mm_processor()._get_mm_fields_config(fields, {}))
+    layout |= {name: replace(layout[name], field=replace(layout[name].field, keep_on_cpu=True)) for name in on_host}
     return mm_input(
         token_ids, MultiModalKwargsItems.from_hf_inputs(fields, layout),
         {kind: [name for name, _, _ in items] for kind, items in media.items()},

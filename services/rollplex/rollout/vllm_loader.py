@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rollplex.core.errors import InternalError
-from rollplex.rollout.vllm_internals import align_tower, on_gpu, plain_linear_layers, tensor_parallel_place
+from rollplex.rollout.vllm_internals import align_tower, on_gpu, plain_linear_layers, take_tickets, tensor_parallel_place
 
 if TYPE_CHECKING:
     from rollplex.engine.actor import ActorMapping
@@ -39,6 +39,8 @@ class SlabSource:
     train_tp: int
     devices: tuple[str, ...]
     """By rank."""
+    leader: int
+    """Process that makes requests."""
 
     def as_config(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,21 +63,31 @@ class SlabLoader(BaseModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         # Here, because vLLM imports this module in every process, those that only read a model's config included.
         from rollplex.engine.products import check_products
+        from rollplex.model import read_model_config
+        from rollplex.rollout.vllm_patches import PatchReader
 
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         if on_gpu():
-            check_products(torch.device("cuda", torch.cuda.current_device()))
+            check_products(device)
         with parameters_without_memory(), plain_linear_layers():
             model = super().load_model(*args, **kwargs)
         check_placed(model, model.rollplex_actor.mapping.views())
         align_tower(model)
+        source = self._source
+        take_tickets(model, PatchReader(source.leader, read_model_config(Path(source.checkpoint)).patch_width,
+                                        getattr(torch, source.dtype), device).take)
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        actor = connect_worker(SlabSource(**self.load_config.model_loader_extra_config))
+        actor = connect_worker(self._source)
         actor.mapping.map_zeros()
         place_parameters(model, actor.mapping.views())
         # Not a submodule: nn.Module keeps plain objects as they are.
         model.rollplex_actor = actor
+
+    @property
+    def _source(self) -> SlabSource:
+        return SlabSource(**self.load_config.model_loader_extra_config)
 
 
 def register() -> None:

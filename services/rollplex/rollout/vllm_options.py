@@ -13,6 +13,11 @@ CPU_BLOCK_TOKENS = 32
 _NO_COMPILATION = 0
 
 
+def worker_processes(config: RolloutConfig) -> bool:
+    """Whether vLLM's workers are other processes than the one that schedules: its own choice is so for several ranks only."""
+    return config.rollout.vllm.worker_process or config.mesh.topology.rollout_tp > 1
+
+
 def engine_options(config: RolloutConfig, max_tokens: int, *, on_gpu: bool) -> dict[str, Any]:
     """Everything but where weights come from. `max_tokens`: of a sequence. Raises BadInput for a type that vLLM does not
     compute in."""
@@ -22,8 +27,7 @@ def engine_options(config: RolloutConfig, max_tokens: int, *, on_gpu: bool) -> d
     options = config.rollout.vllm
     return dict(
         **(_gpu_options if on_gpu else _cpu_options)(config, max_tokens),
-        # vLLM's own choice is this process for one rank, processes for several.
-        **({"distributed_executor_backend": "mp"} if options.worker_process else {}),
+        **({"distributed_executor_backend": "mp"} if worker_processes(config) else {}),
         model=str(config.model.checkpoint), dtype=config.model.dtype, seed=0,
         tensor_parallel_size=config.mesh.topology.rollout_tp,
         max_model_len=max_tokens, max_num_seqs=config.rollout.max_rows, enable_prefix_caching=True,

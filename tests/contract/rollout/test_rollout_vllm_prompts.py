@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,30 @@ def test_vllms_own_processor_makes_the_same(mesh, bound, kind, fps):
                 left, right = element.data, item[name].data
                 assert element.field.keep_on_cpu == item[name].field.keep_on_cpu
                 assert left.dtype == right.dtype and torch.equal(left, right), (modality, name)
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "video", "mixed"])
+def test_workers_of_other_processes_are_sent_tickets_for_the_same_patches(mesh, bound, kind):
+    from rollplex.rollout.vllm_patches import PatchReader
+    from rollplex.rollout.vllm_prompts import VllmPrompts
+
+    engine, prompts = bound.engine._tokens._group.engine, bound.engine._tokens._prompts
+    shared = VllmPrompts(mesh.reader, mesh.oracle.config, prompts._dtype, shared=True)
+    reader = PatchReader(os.getpid(), mesh.oracle.config.patch_width, prompts._dtype, torch.device("cpu"))
+    group = mesh.prompts.group(kind, 3)
+    (expected, _), (found, _) = prompts.read(engine, group), shared.read(engine, group)
+    assert found.keys() == expected.keys() and found["prompt_token_ids"] == expected["prompt_token_ids"]
+    taken = 0
+    for modality, items in expected.get("mm_kwargs", {}).items():
+        for theirs, ours in zip(items, found["mm_kwargs"][modality], strict=True):
+            for name, element in theirs.items():
+                data = ours[name].data
+                if name.startswith("pixel_values"):
+                    assert data.nbytes < element.data.nbytes and ours[name].field.keep_on_cpu
+                    data, taken = reader.take(data), taken + 1
+                assert torch.equal(data, element.data)
+    assert taken == {"text": 0, "mixed": 2}.get(kind, 1)
+    shared.forget()
 
 
 def test_media_of_one_generation_have_names_of_their_own(mesh, bound):

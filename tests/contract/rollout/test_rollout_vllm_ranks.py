@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from replica_rig import VLLM, children, mapped_ranges, replica_process, wait_ended
@@ -48,6 +49,7 @@ def test_each_worker_maps_its_own_device_for_reading(mesh, leader):
     assert found[1] != found[3]
     assert process.pid not in found[1] + found[3]
     assert len(generate(mesh, client, [mesh.prompts.group("video", samples=2)]).samples) == 2
+    assert not [fd for fd in Path(f"/proc/{process.pid}/fd").iterdir() if "patches" in str(fd.readlink())]
     client.quiesce()
     assert not any(holders(mesh, [process.pid, *descendants(process.pid)]).values())
 

@@ -1,0 +1,83 @@
+"""What a worker takes for a ticket is what the leader put, in its own process and in another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollplex.rollout.vllm_patches import PatchReader, SharedPatches
+
+WIDTH = 6
+
+
+@pytest.fixture
+def shared():
+    made = SharedPatches()
+    yield made
+    made.drop()
+
+
+@pytest.fixture
+def reader():
+    return PatchReader(os.getpid(), WIDTH, torch.bfloat16, torch.device("cpu"))
+
+
+def patches(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_a_ticket_stands_for_its_patches(shared, reader):
+    wanted = patches(50, 0)
+    ticket = shared.put(3, wanted)
+    assert ticket.dtype == torch.int64 and ticket.shape == (50, 1)
+    assert torch.equal(reader.take(ticket), wanted)
+
+
+def test_slices_of_several_tickets_in_one_are_their_patches_in_that_order(shared, reader):
+    """As vLLM cuts the media of a prompt apart and puts those of a step together."""
+    first, second = patches(40, 1), patches(30, 2)
+    tickets = shared.put(0, first), shared.put(1, second)
+    joined = torch.cat([tickets[1][10:20], tickets[0][:5], tickets[0][5:9], tickets[0][20:40], tickets[1][20:], tickets[1][:1]])
+    wanted = torch.cat([second[10:20], first[:9], first[20:40], second[20:], second[:1]])
+    assert torch.equal(reader.take(joined), wanted)
+
+
+def test_another_process_takes_them(shared, reader):
+    wanted = patches(20, 3)
+    ticket = shared.put(0, wanted)
+    code = f"""
+        import torch
+        from rollplex.rollout.vllm_patches import PatchReader
+        reader = PatchReader({os.getpid()}, {WIDTH}, torch.bfloat16, torch.device("cpu"))
+        print(float(reader.take(torch.tensor({ticket[4:9].tolist()})).double().sum()))
+    """
+    said = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True).stdout
+    assert float(said) == float(wanted[4:9].double().sum())
+
+
+def test_what_was_dropped_is_gone_and_nothing_else(shared, reader):
+    kept, dropped = (shared.put(group, patches(8, group)) for group in (0, 1))
+    shared.put(1, patches(4, 9))
+    before = len(os.listdir("/proc/self/fd"))
+    shared.drop([1, 7])
+    shared.drop([1])
+    assert len(os.listdir("/proc/self/fd")) == before - 2
+    assert torch.equal(reader.take(kept), patches(8, 0))
+    with pytest.raises(OSError):
+        reader.take(dropped)
+    shared.drop()
+    with pytest.raises(OSError):
+        reader.take(kept)
+
+
+def test_nobody_takes_them_from_a_process_that_is_gone(shared, reader):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with pytest.raises(FileNotFoundError):
+        replace(reader, leader=gone.pid).take(shared.put(0, patches(2, 0)))
