@@ -86,7 +86,7 @@ def group_gradients(model: VisionLanguageModel, config: ModelConfig, prompt_toke
     model.zero_grad(set_to_none=True)
     # Every activation stays, so that each attention is computed once.
     boundary = prefix_forward(model, inputs, saved="keep")
-    logprobs, _ = token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets)
+    logprobs, _ = token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets)
     (logprobs * advantages).mean().backward()
     boundary.backward()
     return {name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -175,7 +175,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         text = PromptInputs.from_arrays(config, token_ids=np.arange(1000, 1000 + inputs.token_count)).to(device)
         report("prefix forward, text alone", clock(lambda: prefix_forward(model, text)), prefix_flop)
         boundary = prefix_forward(model, on_device)
-        report("suffix scoring", clock(lambda: token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets)),
+        report("suffix scoring", clock(lambda: token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets)),
                suffix_flop)
     if device == "cuda":
         with torch.no_grad():
@@ -195,11 +195,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
     with torch.no_grad():
         profiled(lambda: prefix_forward(model, on_device), "prefix forward")
-        profiled(lambda: token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets), "suffix scoring")
+        profiled(lambda: token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets), "suffix scoring")
 
     def backward(saved: str) -> None:
         attached = prefix_forward(model, on_device, saved=saved)
-        hidden = suffix_forward(model, attached, packed)
+        hidden = suffix_forward(model, [attached], packed)
         token_logprobs(model, hidden, packed.targets)[0].sum().backward()
         attached.backward()
 

@@ -102,7 +102,8 @@ def gpu_plan(job: Job, arm: Arm, hbm_bytes: int, host_bytes: int | None = None) 
         host_bytes=default_host_limit_bytes() if host_bytes is None else host_bytes, runtime_bytes=RUNTIME_BYTES,
         schedule="disaggregated" if arm.own_replicas else "overlap", reference=job.kl_coef > 0,
         work=Work(groups=job.groups, samples=job.samples, prompt_tokens=job.prompt_tokens,
-                  response_tokens=max(1, -(-max(lengths) // job.samples)), micro_batch_samples=job.samples)), Choice())
+                  response_tokens=max(1, -(-max(lengths) // job.samples)),
+                  micro_batch_samples=job.micro_batch_samples or job.samples)), Choice())
 
 
 def common_choice(plans: list[Plan]) -> Choice:

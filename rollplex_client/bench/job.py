@@ -35,6 +35,8 @@ class Job:
     kl_coef: float
     seed: int
     learning_rate: float = 1e-6
+    micro_batch_samples: int = 0
+    """RunConfig.suffix_micro_batch_samples."""
 
     @property
     def groups(self) -> int:
@@ -77,7 +79,7 @@ class Job:
 
     def run_config(self, schedule: str) -> dict[str, Any]:
         """[run] of an arm."""
-        return {"seed": self.seed, "schedule": schedule,
+        return {"seed": self.seed, "schedule": schedule, "suffix_micro_batch_samples": self.micro_batch_samples,
                 "sampling": {"samples_per_group": self.samples, "temperature": 1.0, "max_response_tokens": self.max_response,
                              "length_distribution": self.length_distribution},
                 "loss": {"kl_coef": self.kl_coef, "aggregation": "token-mean", "advantage": "grpo"},
@@ -93,13 +95,15 @@ class Job:
                 "response_tokens": lengths, "longest_response": max(
                     length for iteration in range(self.iterations) for row in self.lengths(iteration) for length in row),
                 "kl_coef": self.kl_coef, "seed": self.seed, "learning_rate": self.learning_rate,
+                "micro_batch_samples": self.micro_batch_samples,
                 "step_flops": [self.model.step(self.work(iteration), reference=self.kl_coef > 0)
                                for iteration in range(self.iterations)]}
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
     """Raises BadInput for options that make no job."""
-    for name, least in (("prompt_tokens", 1), ("groups", 1), ("samples", 2), ("iterations", 2), ("max_response_tokens", 1)):
+    for name, least in (("prompt_tokens", 1), ("groups", 1), ("samples", 2), ("iterations", 2), ("max_response_tokens", 1),
+                        ("micro_batch_samples", 0)):
         if getattr(arguments, name) < least:
             raise BadInput(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least {least}"
                            + (": the first is left out" if name == "iterations" else ""), reason="BAD_JOB")
@@ -112,4 +116,4 @@ def make_job(arguments: argparse.Namespace, built: dict[str, Any]) -> Job:
     """Of options that were checked, and what `rollplex.bench` built."""
     return Job(arguments.device, Path(built["checkpoint"]), Path(built["media_root"]), built["workload"], arguments.samples,
                arguments.iterations, arguments.response_tokens, arguments.max_response_tokens, arguments.kl_coef,
-               arguments.seed)
+               arguments.seed, micro_batch_samples=arguments.micro_batch_samples)

@@ -35,6 +35,7 @@ def add_bench(add) -> argparse.ArgumentParser:
     _number(how, "--train-tp", 1, "tensor-parallel ranks of trainer and reference, a GPU each, of an arm that names none")
     _number(how, "--rollout-tp", 1, "of a rollout replica; it divides --train-tp, and the quotient is the number of replicas")
     _number(how, "--gpus", 0, "of every arm: others are refused, and disaggregated trains on half of them; 0: as degrees need")
+    _number(how, "--micro-batch-samples", 0, "samples in one suffix forward, parts of a group or several; 0: a group")
     how.add_argument("--hbm-gib", type=float, default=None, metavar="N", help="of each GPU, what all roles together may take: a "
                      "budget that the broker keeps, and that classes are placed by (default: the whole GPU)")
     how.add_argument("--host-gib", type=float, default=None, metavar="N", help="host memory that slabs may take (default: seven "

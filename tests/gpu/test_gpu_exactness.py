@@ -103,7 +103,7 @@ def our_logprobs(model: VisionLanguageModel, group: Group) -> np.ndarray:
     with torch.no_grad():
         boundary = prefix_forward(model, group.inputs, "recompute")
         packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
-        logp, _ = token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets, temperature=1.0, forbidden=())
+        logp, _ = token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets, temperature=1.0, forbidden=())
     return torch.cat([part.float().cpu() for part in packed.split(logp)]).numpy()
 
 

@@ -129,12 +129,13 @@ def test_float32_gradients_equal_the_cpus(engine_on, devices, gradients, saved):
     assert engine.measure_gradient(QUIET).grad_norm == pytest.approx(expected_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("micro_batch_samples", [3, 8])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_scores_equal_the_cpus(engine_on, devices):
+def test_scores_equal_the_cpus(engine_on, devices, micro_batch_samples):
     prompts, responses = make_groups(count=2)
     scored = []
     for kind in ("host", devices):
-        engine = open_run(engine_on(kind, DictBroker()), run_config(suffix_micro_batch_samples=3))
+        engine = open_run(engine_on(kind, DictBroker()), run_config(suffix_micro_batch_samples=micro_batch_samples))
         engine.materialize_prefix(QUIET, prompts)
         samples = engine.score_suffix(QUIET, responses, temperature=1.0, keep_boundaries=False).samples
         scored.append([(sample.group_index, sample.sample_index, list(sample.logprobs)) for sample in samples])

@@ -142,8 +142,8 @@ class EngineClient:
                 outcome.error = from_detail(event.failure)
         return outcome
 
-    def open_run(self) -> work.OpenRunResult:
-        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest)
+    def open_run(self, run_config_json: str = "") -> work.OpenRunResult:
+        command = self.start(self.phase.StartOpenRun, phase_pb.StartOpenRunRequest, run_config_json=run_config_json)
         return self.watch(command).value("open_run", work.OpenRunResult)
 
     def bind(self, snapshot: int) -> work.BindResult:

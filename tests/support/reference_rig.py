@@ -44,7 +44,7 @@ def expected(mesh, group, response, temperature=0.8):
     inputs = mesh.reader.read(group)
     tokens = [torch.tensor(sample.token_ids) for sample in response.samples]
     packed = pack_responses(inputs.last_token, tokens, inputs.suffix_position)
-    hidden = suffix_forward(mesh.oracle, prefix_forward(mesh.oracle, inputs), packed)
+    hidden = suffix_forward(mesh.oracle, [prefix_forward(mesh.oracle, inputs)], packed)
     logp, _ = token_logprobs(mesh.oracle, hidden, packed.targets, temperature=temperature,
                              forbidden=mesh.oracle.config.forbidden_token_ids)
     return [part.numpy() for part in packed.split(logp)]

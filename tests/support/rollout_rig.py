@@ -71,7 +71,7 @@ def teacher_forced(mesh, group, samples, temperature, model=None):
     inputs = mesh.reader.read(group)
     responses = [torch.tensor(sample.token_ids) for sample in samples]
     packed = pack_responses(inputs.last_token, responses, inputs.suffix_position)
-    hidden = suffix_forward(model, prefix_forward(model, inputs), packed)
+    hidden = suffix_forward(model, [prefix_forward(model, inputs)], packed)
     logp, _ = token_logprobs(model, hidden, packed.targets, temperature=temperature,
                              forbidden=model.config.forbidden_token_ids)
     return [part.numpy() for part in packed.split(logp)]

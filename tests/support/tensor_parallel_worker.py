@@ -34,7 +34,7 @@ def measure(bound: Bound, saved: str) -> dict:
     with torch.no_grad():
         inputs = groups[0].inputs
         packed = pack_responses(inputs.last_token, groups[0].responses, inputs.suffix_position)
-        hidden = suffix_forward(bound.model, prefix_forward(bound.model, inputs), packed)
+        hidden = suffix_forward(bound.model, [prefix_forward(bound.model, inputs)], packed)
         logp, entropy = token_logprobs(bound.model, hidden, packed.targets, with_entropy=True)
     gradients = {name: parameter.grad for name, parameter in bound.model.parameters_by_name().items()}
     return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy, "decoded": decode(bound)}

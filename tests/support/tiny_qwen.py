@@ -237,7 +237,7 @@ def two_stage_loss(
         boundary = prefix_forward(model, group.inputs, saved, offload, limit)
         packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
         for part in packed.micro_batches(micro_batch_tokens):
-            hidden = suffix_forward(model, boundary, part, "keep" if saved == "keep" else "recompute")
+            hidden = suffix_forward(model, [boundary], part, "keep" if saved == "keep" else "recompute")
             logp, _ = token_logprobs(model, hidden, part.targets, temperature=temperature, forbidden=forbidden, chunk_tokens=5)
             weights = torch.cat([group.weights[i] for i in dict.fromkeys(part.sample_index.tolist())])
             loss = (logp * weights).sum()

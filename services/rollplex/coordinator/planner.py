@@ -84,13 +84,16 @@ def visual_tokens(vision: VisionShapes, item: MediaItem) -> int:
 
 def longest_micro_batch(groups: Iterable[Sequence[int]], micro_batch_samples: int) -> int:
     """Mean tokens of a response, rounded up, in the micro-batch that has most. `groups`: the lengths of each group's responses;
-    `micro_batch_samples`: RunConfig.suffix_micro_batch_samples."""
-    longest = 0
-    for lengths in groups:
-        size = micro_batch_samples or len(lengths)
-        for start in range(0, len(lengths), size):
-            longest = max(longest, -(-sum(lengths[start:start + size]) // size))
-    return longest
+    `micro_batch_samples`: RunConfig.suffix_micro_batch_samples. Which groups meet in one is known when some are filtered out:
+    the longest may."""
+    groups = list(groups)
+    if not groups:
+        return 0
+    largest = max(map(len, groups))
+    size = micro_batch_samples or largest
+    together = max(1, min(size // largest, len(groups)))
+    parts = [sum(lengths[start:start + size]) for lengths in groups for start in range(0, len(lengths), size)]
+    return -(-sum(sorted(parts)[-together:]) // min(size, together * largest))
 
 
 def engine_choices(joined: Iterable[JoinResponse]) -> EngineChoices:

@@ -34,7 +34,7 @@ class Work:
     prompt_tokens: int
     response_tokens: int
     micro_batch_samples: int
-    """Responses in one suffix forward."""
+    """Responses in one suffix forward, at most: parts of a group, or several whole ones."""
     chunk_elements: int = 1 << 24
     longest_prompt_tokens: int = 0
     """Of one prompt, where `prompt_tokens` is a mean; 0: all are alike."""
@@ -46,6 +46,16 @@ class Work:
         for name in ("groups", "samples", "prompt_tokens", "response_tokens", "micro_batch_samples", "chunk_elements"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be at least 1", reason="BAD_PLAN")
+
+    @property
+    def packed_groups(self) -> int:
+        """Groups in one suffix forward."""
+        return max(1, min(self.micro_batch_samples // self.samples, self.groups))
+
+    @property
+    def packed_samples(self) -> int:
+        """Responses in one suffix forward."""
+        return min(self.micro_batch_samples, self.packed_groups * self.samples)
 
     @property
     def visual(self) -> int:
@@ -219,8 +229,8 @@ class Sizes:
 
     @property
     def boundary_gradients(self) -> int:
-        """Of the group whose suffixes are in work."""
-        return self.longest_prompt * self.kv_token(self.given.topology.train_tp)
+        """Of the groups whose suffixes are in work."""
+        return self.given.work.packed_groups * self.longest_prompt * self.kv_token(self.given.topology.train_tp)
 
     @property
     def group_kv(self) -> int:
@@ -274,13 +284,13 @@ class Sizes:
         return self.prefix_working_set + again * (activations == "from_inputs")
 
     def suffix_activations(self, saved: str) -> int:
-        """Of one micro-batch: layer inputs (`keep`: every activation, the boundary's keys and values in front of the own), the
+        """Of one micro-batch: layer inputs (`keep`: every activation, the boundaries' keys and values beside the own), the
         last norm, one layer's working set and one chunk of logits."""
         work, shapes = self.given.work, self.given.shapes
-        tokens = work.micro_batch_samples * work.response_tokens
+        tokens = work.packed_samples * work.response_tokens
         kept = self._inputs(tokens)
         if saved == "keep":
-            boundary = work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+            boundary = work.packed_groups * work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
             kept = shapes.layer_count * self._layer_kept(tokens) + boundary
         return kept + tokens * self._norm_kept(shapes.hidden_size) + self.layer_working_set(tokens) + self.logits(tokens)
 

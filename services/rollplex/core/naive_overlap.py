@@ -50,7 +50,7 @@ def naive_overlap(given: PlanInput) -> list[NaiveRow]:
     train, roll, state, moments = topology.train_tp, topology.rollout_tp, sizes.state_item, sizes.moments // max(
         1, sizes.trainable)
     boundaries = sizes.boundary * (2 if given.reference else 1)
-    tokens = work.prompt_tokens + work.micro_batch_samples * work.response_tokens
+    tokens = work.prompt_tokens + work.packed_samples * work.response_tokens
     one_prompt = sizes.layer_inputs // sizes.groups_per_rank
     tower_inputs = 0 if given.freeze_vision else one_prompt - work.prompt_tokens * (
         given.shapes.layer_count * given.shapes.hidden_size * sizes.item)

@@ -16,7 +16,7 @@ from rollplex.model.inputs import PromptInputs
 from rollplex.model.layout import ActorLayout, LayoutTensor, Part
 from rollplex.model.logprobs import token_logprobs
 from rollplex.model.network import VisionLanguageModel, sum_replicated_gradients
-from rollplex.model.packing import PackedSuffix, pack_responses
+from rollplex.model.packing import PackedSuffix, pack_groups, pack_responses
 from rollplex.model.parallel import Seat, destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
 from rollplex.model.parameters import module_of
 from rollplex.model.positions import mrope_positions
@@ -45,6 +45,7 @@ __all__ = [
     "load_into",
     "module_of",
     "mrope_positions",
+    "pack_groups",
     "pack_responses",
     "prefix_forward",
     "prompt_hash",

@@ -9,6 +9,7 @@ Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,9 +18,20 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rollplex.memory.transfer import to_device
 from rollplex.model.flash_suffix import Samples, flash_suffix_attention, supports
+from rollplex.model.packing import PackedSuffix
 from rollplex.model.suffix_blocks import TILE, ordered, suffix_tiles
 
-Seen = torch.Tensor | BlockMask | Samples
+
+@dataclass(frozen=True)
+class Apart:
+    """One group after the other."""
+
+    groups: tuple[Seen, ...]
+    token_counts: tuple[int, ...]
+    """T of each."""
+
+
+Seen = torch.Tensor | BlockMask | Samples | Apart
 """Who sees whom, in the form that the way of computing wants."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(k, v) [tokens, K, d] each."""
@@ -43,7 +55,7 @@ def suffix_mask(
     `lengths`: of the samples in `sample_index_T`, known on the host.
     """
     if sample_index_T.is_cuda and supports(dtype, head_size):
-        return Samples.of(boundary_tokens, lengths, sample_index_T.device)
+        return Samples.of([boundary_tokens], [lengths], sample_index_T.device)
     if sample_index_T.is_cuda:
         return block_mask(boundary_tokens, sample_index_T, lengths)
     count = sample_index_T.shape[0]
@@ -53,8 +65,30 @@ def suffix_mask(
     return mask_TS
 
 
+def packed_mask(boundary_tokens: Sequence[int], packed: PackedSuffix, dtype: torch.dtype, head_size: int) -> Seen:
+    """The same of groups that are packed together, each over its own boundary."""
+    groups = packed.by_group()
+    if len(groups) > 1 and packed.sample_index.is_cuda and supports(dtype, head_size) and all(boundary_tokens):
+        return Samples.of(boundary_tokens, [group.lengths for group in groups], packed.device)
+    masks = tuple(suffix_mask(count, group.sample_index, group.lengths, dtype, head_size)
+                  for count, group in zip(boundary_tokens, groups, strict=True))
+    return masks[0] if len(masks) == 1 else Apart(masks, tuple(group.token_count for group in groups))
+
+
+def packed_attention(q_THd: torch.Tensor, boundaries: Sequence[Pair], own: Pair, seen: Seen) -> torch.Tensor:
+    """-> [T, H, d], of the groups whose boundaries these are, in order."""
+    if isinstance(seen, Apart):
+        parts = (x.split(seen.token_counts) for x in (q_THd, *own))
+        return torch.cat([suffix_attention(q, boundary, (k, v), mask)
+                          for q, k, v, boundary, mask in zip(*parts, boundaries, seen.groups, strict=True)])
+    if len(boundaries) == 1:
+        return suffix_attention(q_THd, boundaries[0], own, seen)
+    k_BKd, v_BKd = (torch.cat(tensors) for tensors in zip(*boundaries, strict=True))
+    return suffix_attention(q_THd, (k_BKd, v_BKd), own, seen)
+
+
 def suffix_attention(q_THd: torch.Tensor, boundary: Pair, own: Pair, seen: Seen) -> torch.Tensor:
-    """-> [T, H, d]"""
+    """-> [T, H, d], of one group, or of several that `seen` tells apart."""
     if isinstance(seen, Samples):
         return flash_suffix_attention(q_THd, boundary, own, seen)
     k_SKd, v_SKd = (torch.cat(pair) for pair in zip(boundary, own, strict=True))

@@ -45,21 +45,27 @@ class Span:
 
 @dataclass(frozen=True)
 class Samples:
-    """Who sees whom: every query all of the boundary, and causally its own sample."""
+    """Who sees whom: every query all of its group's boundary, and causally its own sample."""
 
     boundary: Span
+    """A sequence a group."""
     packed: Span
-    """All samples as one sequence: what looks at the boundary."""
+    """A group's samples as one sequence: what looks at its boundary."""
     each: Span
 
     @classmethod
-    def of(cls, boundary_tokens: int, lengths: Sequence[int], device: torch.device) -> Samples:
-        return cls(Span.of([boundary_tokens], device), Span.of([sum(lengths)], device), Span.of(lengths, device))
+    def of(cls, boundary_tokens: Sequence[int], lengths: Sequence[Sequence[int]], device: torch.device) -> Samples:
+        """`boundary_tokens`, `lengths` of the samples: of each group."""
+        return cls(Span.of(boundary_tokens, device), Span.of([sum(group) for group in lengths], device),
+                   Span.of([length for group in lengths for length in group], device))
 
 
 def flash_suffix_attention(q_THd: torch.Tensor, boundary: tuple[torch.Tensor, torch.Tensor],
                            own: tuple[torch.Tensor, torch.Tensor], samples: Samples) -> torch.Tensor:
-    """-> [T, H, d]. `boundary`: (k, v) [B, K, d] each, `own`: (k, v) [T, K, d] each."""
+    """-> [T, H, d]. `boundary`: (k, v) [B, K, d] each, of all groups in order, `own`: (k, v) [T, K, d] each.
+
+    Of several groups none may have an empty boundary: nothing is the sum over no keys, and its logarithm is no number.
+    """
     return _TwoPasses.apply(q_THd, *boundary, *own, samples)
 
 

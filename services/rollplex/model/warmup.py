@@ -67,13 +67,13 @@ def rehearse(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, t
             boundary = prefix_forward(model, inputs)
         yield "prefix"
         with torch.inference_mode():
-            token_logprobs(model, suffix_forward(model, boundary, packed), packed.targets)
+            token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets)
         yield "score"
         return
     # Without a graph and with one: all that any saved mode compiles.
     boundary = prefix_forward(model, inputs, "from_inputs")
     yield "prefix"
-    logprobs, _ = token_logprobs(model, suffix_forward(model, boundary, packed, "keep"), packed.targets, with_entropy=True)
+    logprobs, _ = token_logprobs(model, suffix_forward(model, [boundary], packed, "keep"), packed.targets, with_entropy=True)
     yield "suffix"
     logprobs.sum().backward()
     yield "suffix backward"

@@ -19,7 +19,8 @@ class ReferenceSection:
     threads: int = 1
     """CPU threads of a forward pass. Another number may change a score in its last bits."""
     suffix_tokens: int = 4096
-    """Response tokens of a group in one forward; whole samples, so a single longer one still runs."""
+    """Response tokens in one forward, of a group or of groups that go together (run.suffix_micro_batch_samples); whole samples,
+    so a single longer one still runs."""
     weights: str = "paged"
     """`paged`: in host memory, on a GPU only while it computes with them; `resident`: on the device all the time."""
     hbm_share_gib: float = 0.0

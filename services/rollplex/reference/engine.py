@@ -14,6 +14,7 @@ from rollplex.core.compatibility import Facts, digest
 from rollplex.core.config import RunConfig
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, WrongState
+from rollplex.core.packs import packs
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import torch_device
@@ -27,6 +28,7 @@ from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     Boundary,
     VisionLanguageModel,
+    pack_groups,
     pack_responses,
     prefix_forward,
     suffix_forward,
@@ -71,6 +73,7 @@ class ReferenceEngine:
         self._device = torch_device(device)
         self._arena = Arena(self.role, device)
         self._report = ResidencyReport(session, self._arena)
+        self._micro_batch_samples = 0
         self._ready: dict[int, ReadyPrefix] = {}
         model.bind(weights.views())
         model.requires_grad_(False)
@@ -84,7 +87,7 @@ class ReferenceEngine:
             self._weights.open()
         crash_point("reference.open.loaded")
         self._drop_boundaries()
-        self.open_run_name = run
+        self.open_run_name, self._micro_batch_samples = run, config.suffix_micro_batch_samples
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
@@ -130,12 +133,15 @@ class ReferenceEngine:
             self._check_scorable(groups, temperature)
             samples: list[work.SampleLogprobs] = []
             with self._weights_there():
-                for done, group in enumerate(groups, start=1):
+                done = 0
+                for pack in packs(groups, self._micro_batch_samples):
                     context.check()
-                    samples += self._score(group, temperature)
-                    if not keep_boundaries:
-                        self._release(group.group_index)
-                    crash_point("reference.score.group")
+                    samples += self._score(pack, temperature)
+                    for group in pack:
+                        if not keep_boundaries:
+                            self._release(group.group_index)
+                        crash_point("reference.score.group")
+                    done += len(pack)
                     context.progress(done, len(groups), "groups")
         self._report.at_barrier()
         return work.ScoreResult(tuple(samples) if self.rank == 0 else ())
@@ -173,20 +179,27 @@ class ReferenceEngine:
         with self._arena.hold(OBJECT_CLASS, Residency.HBM, self._weights.visiting_bytes), self._weights.mapped():
             yield
 
-    def _score(self, group: work.ResponseGroup, temperature: float) -> list[work.SampleLogprobs]:
-        ready = self._ready[group.group_index]
-        responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in group.samples]
-        packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self._device)
+    def _score(self, pack: Sequence[work.ResponseGroup], temperature: float) -> list[work.SampleLogprobs]:
+        ready = [self._ready[group.group_index] for group in pack]
+        responses = [[torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in group.samples] for group in pack]
+        packed = pack_groups([pack_responses(one.last_token, tokens, one.suffix_position)
+                              for one, tokens in zip(ready, responses, strict=True)]).to(self._device)
+        if len(pack) > 1 and packed.token_count <= self._suffix_tokens:
+            parts = [([one.boundary for one in ready], packed)]
+        else:
+            parts = [([one.boundary], part) for one, group in zip(ready, packed.by_group(), strict=True)
+                     for part in group.micro_batches(self._suffix_tokens)]
         logprobs: list[torch.Tensor] = []
-        for part in packed.micro_batches(self._suffix_tokens):
-            hidden_TD = suffix_forward(self._model, ready.boundary, part)
+        for boundaries, part in parts:
+            hidden_TD = suffix_forward(self._model, boundaries, part)
             logp_T, _ = token_logprobs(self._model, hidden_TD, part.targets, temperature=temperature,
                                        forbidden=self._model.config.forbidden_token_ids)
             logprobs.append(logp_T.float())
-        # The host waits for the device once a group.
+        # The host waits for the device once a pack.
         scored = packed.split(torch.cat(logprobs).cpu())
-        return [work.SampleLogprobs(group.group_index, sample.sample_index, array("f", logp.numpy().tobytes()))
-                for sample, logp in zip(group.samples, scored, strict=True)]
+        samples = [(group.group_index, sample.sample_index) for group in pack for sample in group.samples]
+        return [work.SampleLogprobs(*sample, array("f", logp.numpy().tobytes()))
+                for sample, logp in zip(samples, scored, strict=True)]
 
     def _check_scorable(self, groups: Sequence[work.ResponseGroup], temperature: float) -> None:
         if not temperature > 0:

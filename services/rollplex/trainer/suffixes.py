@@ -16,11 +16,12 @@ import torch
 from rollplex.core.config import LossConfig
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput
+from rollplex.core.packs import packs
 from rollplex.core.residency import Residency
 from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs, WorkContext
 from rollplex.memory.arena import Arena
 from rollplex.memory.transfer import to_device
-from rollplex.model import ModelConfig, VisionLanguageModel, pack_responses, suffix_forward, token_logprobs
+from rollplex.model import ModelConfig, VisionLanguageModel, pack_groups, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes, ReadyPrefix
@@ -30,8 +31,21 @@ SUFFIX_ACTIVATIONS = "suffix_activations"
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Of a micro-batch: samples of one group."""
+
+    ready: ReadyPrefix
+    samples: Sequence[ResponseSample]
+
+    @property
+    def scored(self) -> bool:
+        return any(sample.scored for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
 class SuffixRunner:
-    """The suffix computations of a run. Samples go through in micro-batches of `micro_batch_samples` (0: a whole group)."""
+    """The suffix computations of a run. Samples go through in micro-batches of `micro_batch_samples` (0: a whole group), parts of
+    a group or several whole ones."""
 
     model: VisionLanguageModel
     arena: Arena
@@ -54,77 +68,86 @@ class SuffixRunner:
               ) -> list[SampleLogprobs]:
         """Log-probabilities of every sample, in the groups' order."""
         scored: list[SampleLogprobs] = []
-        for done, group in enumerate(groups, start=1):
+        done = 0
+        for pack in packs(groups, self.micro_batch_samples):
             context.check()
-            scored += self._score_group(self.prefixes.get(group.group_index), group, temperature)
-            if not keep_boundaries:
-                self.prefixes.release(group.group_index)
-            crash_point("trainer.old_logprob.group")
+            scored += self._score_pack(pack, temperature)
+            for group in pack:
+                if not keep_boundaries:
+                    self.prefixes.release(group.group_index)
+                crash_point("trainer.old_logprob.group")
+            done += len(pack)
             context.progress(done, len(groups), "groups")
         return scored
 
     def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
         """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
-        metrics = MetricSums()
-        for done, group in enumerate(groups, start=1):
+        metrics, done = MetricSums(), 0
+        for pack in packs(groups, self.micro_batch_samples):
             context.check()
-            metrics.merge(self._train_group(self.prefixes.get(group.group_index), group, scale))
-            self.prefixes.release(group.group_index)
-            crash_point("trainer.suffix.group")
-            context.progress(done, len(groups), "groups")
+            for batch in self._micro_batches(pack):
+                if any(part.scored for part in batch):
+                    metrics.merge(self._train_batch(batch, scale))
+            # Suffixes first, then once through each prefix.
+            for group in pack:
+                self.prefixes.get(group.group_index).boundary.backward()
+                self.prefixes.release(group.group_index)
+                crash_point("trainer.suffix.group")
+                done += 1
+                context.progress(done, len(groups), "groups")
         return metrics
 
     @torch.no_grad()
-    def _score_group(self, ready: ReadyPrefix, group: ResponseGroup, temperature: float) -> list[SampleLogprobs]:
-        """By the same micro-batches as `_train_group`, so that both agree to the last bit."""
+    def _score_pack(self, pack: Sequence[ResponseGroup], temperature: float) -> list[SampleLogprobs]:
+        """By the same micro-batches as `train`, so that both agree to the last bit."""
         parts: list[torch.Tensor] = []
-        for samples in self._micro_batches(group):
-            parts += self._forward(ready, samples, temperature, with_entropy=False)[0]
-        # The one place where the host waits for the group.
+        for batch in self._micro_batches(pack):
+            parts += self._forward(batch, temperature, with_entropy=False)[0]
+        # The one place where the host waits for these groups.
         scored = torch.cat(parts).float().cpu().split([len(part) for part in parts])
-        return [SampleLogprobs(group.group_index, sample.sample_index, array("f", part.numpy().tobytes()))
-                for sample, part in zip(group.samples, scored, strict=True)]
+        samples = [(group.group_index, sample.sample_index) for group in pack for sample in group.samples]
+        return [SampleLogprobs(*sample, array("f", part.numpy().tobytes())) for sample, part in zip(samples, scored, strict=True)]
 
-    def _train_group(self, ready: ReadyPrefix, group: ResponseGroup, scale: LossScale) -> MetricSums:
-        """Suffixes first, then once through the prefix."""
-        metrics = MetricSums()
-        for samples in self._micro_batches(group):
-            if any(sample.scored for sample in samples):
-                metrics.merge(self._train_samples(ready, samples, scale))
-        ready.boundary.backward()
-        return metrics
-
-    def _train_samples(self, ready: ReadyPrefix, samples: Sequence[ResponseSample], scale: LossScale) -> MetricSums:
-        counter = SavedBytes([*self.model.parameters(), *(x for pair in ready.boundary.leaves() for x in pair)])
-        metrics = MetricSums()
+    def _train_batch(self, batch: Sequence[Part], scale: LossScale) -> MetricSums:
+        leaves = [x for part in batch for pair in part.ready.boundary.leaves() for x in pair]
+        counter = SavedBytes([*self.model.parameters(), *leaves])
+        metrics, shares = MetricSums(), []
         with counter.counting():
-            parts, entropies = self._forward(ready, samples, self.temperature, with_entropy=True)
-            # Unscored samples go through the forward pass, because leaving them out would change the last bits of others.
-            kept = [index for index, sample in enumerate(samples) if sample.scored]
-            tokens = _tokens([samples[i] for i in kept], [parts[i] for i in kept], [entropies[i] for i in kept])
-            losses = token_losses(tokens, self.loss)
-            weights_T = token_weights(tokens, self.loss.aggregation, scale)
-            total = (losses.total * weights_T).sum()
+            logprobs, entropies = map(iter, self._forward(batch, self.temperature, with_entropy=True))
+            for part in batch:
+                found = [(sample, next(logprobs), next(entropies)) for sample in part.samples]
+                # Unscored samples go through the forward pass, because leaving them out would change the last bits of others.
+                if part.scored:
+                    tokens = _tokens(*zip(*(triple for triple in found if triple[0].scored), strict=True))
+                    shares.append((tokens, token_losses(tokens, self.loss), token_weights(tokens, self.loss.aggregation, scale)))
+            total = sum((losses.total * weights_T).sum() for _, losses, weights_T in shares)
         with self.arena.hold(SUFFIX_ACTIVATIONS, Residency.HBM, counter.size_bytes):
-            metrics.add(tokens, losses, weights_T)
+            for share in shares:
+                metrics.add(*share)
             total.backward()
         return metrics
 
-    def _forward(self, ready: ReadyPrefix, samples: Sequence[ResponseSample], temperature: float, *, with_entropy: bool
+    def _forward(self, batch: Sequence[Part], temperature: float, *, with_entropy: bool
                  ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Log-probabilities and entropies, one [R_i] a sample each."""
-        responses = [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in samples]
-        packed = pack_responses(ready.last_token, responses, ready.suffix_position).to(self.model.head_weight.device)
-        hidden_TD = suffix_forward(self.model, ready.boundary, packed, self.saved)
+        packed = pack_groups([pack_responses(
+            part.ready.last_token, [torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in part.samples],
+            part.ready.suffix_position) for part in batch]).to(self.model.head_weight.device)
+        hidden_TD = suffix_forward(self.model, [part.ready.boundary for part in batch], packed, self.saved)
         logp_T, entropy_T = token_logprobs(
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
         return packed.split(logp_T), [] if entropy_T is None else packed.split(entropy_T)
 
-    def _micro_batches(self, group: ResponseGroup) -> Iterator[tuple[ResponseSample, ...]]:
-        size = self.micro_batch_samples or len(group.samples)
-        for start in range(0, len(group.samples), size):
-            yield group.samples[start:start + size]
+    def _micro_batches(self, pack: Sequence[ResponseGroup]) -> Iterator[list[Part]]:
+        """Of one pack: all its groups at once, or a single one in parts."""
+        parts = [Part(self.prefixes.get(group.group_index), group.samples) for group in pack]
+        size = self.micro_batch_samples or len(parts[0].samples)
+        if len(parts) > 1:
+            yield parts
+            return
+        for start in range(0, len(parts[0].samples), size):
+            yield [Part(parts[0].ready, parts[0].samples[start:start + size])]
 
 
 def _tokens(samples: Sequence[ResponseSample], logprobs: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,22 @@ def test_scores_are_the_checkpoints_logprobs(mesh, reference, groups):
         for values in expected(mesh, group, response):
             np.testing.assert_allclose(np.array(next(found).logprobs), values, atol=1e-4)
     assert ledger_bytes(mesh.session, "boundary_reference") == 0
+
+
+def test_groups_scored_together_have_their_own_scores(mesh, reference, groups):
+    """Where they fit `suffix_tokens`; one after the other where they do not."""
+    lengths = [(3, 1, 2, 1), (2, 2, 2, 1), (9, 4, 5, 3), (3, 17, 1, 9)]
+    responses = [respond(group, lengths[group.group_index]) for group in groups]
+    reference.open_run(json.dumps({"suffix_micro_batch_samples": 8}))
+    materialize(reference, groups)
+    scored = score(reference, responses)
+    reference.open_run()
+    assert [(sample.group_index, sample.sample_index) for sample in scored.samples] == [
+        (response.group_index, index) for response in responses for index in range(4)]
+    found = iter(scored.samples)
+    for group, response in zip(groups, responses):
+        for values in expected(mesh, group, response):
+            np.testing.assert_allclose(np.array(next(found).logprobs), values, atol=1e-4)
 
 
 def test_boundaries_are_consumed_unless_kept(reference, groups):

@@ -51,9 +51,9 @@ def test_parameters_are_the_slab_that_a_reader_maps(serve, groups):
 
 
 @pytest.mark.parametrize("fields", [{"saved_activations": "recompute"}, {"saved_activations": "offload"},
-                                    {"suffix_micro_batch_samples": 1}], ids=str)
+                                    {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 100}], ids=str)
 def test_ways_of_computing_agree_on_media_prompts(serve, groups, fields):
-    """Same kernels on the same shapes are bit-identical; with one sample at a time float32 sums change their order."""
+    """Same kernels on the same shapes are bit-identical; with one sample, or all, at a time float32 sums change their order."""
     found = []
     with serve() as (client, engine):
         for index, run_config in enumerate((config(), config(**fields))):

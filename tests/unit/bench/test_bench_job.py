@@ -1,4 +1,5 @@
 import argparse
+import dataclasses
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_all_arms_place_classes_where_the_tightest_has_room(job, tmp_path):
     assert gradients(arms) == ["host", "host"]
 
 
+def test_groups_that_go_together_are_planned_for(job, tmp_path):
+    together = dataclasses.replace(job, micro_batch_samples=16)
+    assert tables_of(job, OVERLAP, tmp_path)["run"]["suffix_micro_batch_samples"] == 0
+    assert tables_of(together, OVERLAP, tmp_path)["run"]["suffix_micro_batch_samples"] == 16
+    alone, both = (next(column.hbm for column in gpu_plan(each, OVERLAP, HBM).columns if "suffix_activations" in column.hbm)
+                   for each in (job, together))
+    assert both["suffix_activations"] > 1.8 * alone["suffix_activations"]
+
+
 def test_a_budget_is_kept_and_planned_by(job, tmp_path):
     def settings(hbm_gib):
         arguments = argparse.Namespace(hbm_gib=hbm_gib, host_gib=200.0, config=None, overrides=[])
@@ -130,11 +140,12 @@ def test_a_cpu_mesh_reads_as_a_configuration(job, tmp_path):
 
 def arguments(**changed) -> argparse.Namespace:
     return argparse.Namespace(**{"device": "cpu", "prompt_tokens": 4096, "groups": 4, "samples": 8, "iterations": 3,
-                                 "response_tokens": 225.0, "max_response_tokens": 1024, "kl_coef": 0.0, "seed": 0} | changed)
+                                 "response_tokens": 225.0, "max_response_tokens": 1024, "kl_coef": 0.0, "seed": 0,
+                                 "micro_batch_samples": 0} | changed)
 
 
 @pytest.mark.parametrize("changed", [{"samples": 1}, {"iterations": 1}, {"groups": 0}, {"response_tokens": 2000.0},
-                                     {"response_tokens": 0.0}, {"max_response_tokens": 0}])
+                                     {"response_tokens": 0.0}, {"max_response_tokens": 0}, {"micro_batch_samples": -1}])
 def test_numbers_that_make_no_job_are_refused(changed):
     with pytest.raises(BadInput, match="--" + next(iter(changed)).replace("_", "-")):
         check_numbers(arguments(**changed))

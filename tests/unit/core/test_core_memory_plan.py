@@ -143,6 +143,15 @@ def test_serial_and_disaggregated_split_the_overlap():
     assert set(columns["ROLLOUT GPU"]) == {"actor_snapshot", "rollout_kv", RUNTIME}
 
 
+@pytest.mark.parametrize(("micro_batch_samples", "groups", "samples"), [
+    (1, 1, 1), (8, 1, 8), (15, 1, 8), (16, 2, 16), (20, 2, 16), (10000, 32, 256)])
+def test_a_suffix_pass_holds_parts_of_a_group_or_whole_ones(micro_batch_samples, groups, samples):
+    work = replace(WORK, micro_batch_samples=micro_batch_samples)
+    assert (work.packed_groups, work.packed_samples) == (groups, samples)
+    sizes, one = (Sizes(paper(work=replace(WORK, micro_batch_samples=count))) for count in (micro_batch_samples, 8))
+    assert sizes.boundary_gradients == groups * one.boundary_gradients
+
+
 def test_more_memory_never_stops_fitting():
     fits = [make_plan(paper(hbm_bytes=size * GIB)).fits for size in range(30, 120, 5)]
     assert fits == sorted(fits) and fits[0] is False and fits[-1] is True

@@ -112,8 +112,8 @@ def test_two_mappings_share_bytes(driver, reservation, handle):
 
 
 def test_bytes_are_copied_from_memory_that_is_mapped_for_reading(driver, reservation, handle):
-    driver.map(reservation, handle, writable=True)
     source = views.reserved_tensor(driver, reservation, SIZE)
+    driver.map(reservation, handle, writable=True)
     source.copy_(torch.randint(0, 256, (SIZE,), dtype=torch.uint8))
     expected = source.clone()
     driver.map(reservation, handle, writable=False)

@@ -7,7 +7,7 @@ import torch
 from gpu_marks import NEEDS_GPU
 from tiny_qwen import Bound, Group, make_groups, make_responses, two_stage_loss, worst_gradient_error
 
-from rollplex.model import GroupDecoder, VisionLanguageModel, attention
+from rollplex.model import GroupDecoder, VisionLanguageModel, attention, pack_groups, pack_responses
 
 pytestmark = NEEDS_GPU
 KINDS, LENGTHS = ["video", "text", "one_token", "image_and_video"], [3, 1, 40]
@@ -106,3 +106,36 @@ def test_suffix_attention_of_the_published_head_size_in_bfloat16(boundary_tokens
         # A query that sees one key has a gradient of exactly nothing, which is no measure.
         error = float((found.float().cpu() - expected).norm() / expected.norm().clamp(min=1.0))
         assert error < 0.01, f"{name}: {error:.4f}"
+
+
+@pytest.mark.parametrize("boundary_tokens", [(1000, 700, 33), (1000, 0, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_groups_together_see_what_each_sees_alone(boundary_tokens, dtype):
+    """Those of one call are bit for bit those of a call a group: a tile of queries belongs to one group."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    groups = [pack_responses(1, make_responses(lengths), 5) for lengths in ([300, 17, 128], [1], [64, 500])]
+    packed = pack_groups(groups).to("cuda")
+
+    def random(tokens: int, count: int) -> torch.Tensor:
+        return torch.randn(tokens, count, 128, device="cuda", dtype=dtype, generator=generator)
+
+    own = [random(packed.token_count, heads) for heads in (16, 2, 2)]
+    boundaries = [(random(tokens, 2), random(tokens, 2)) for tokens in boundary_tokens]
+    wanted, results = random(packed.token_count, 16), []
+    counts = [group.token_count for group in groups]
+    for alone in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (*own, *(x for pair in boundaries for x in pair))]
+        q, k, v, *rest = leaves
+        pairs = list(zip(rest[::2], rest[1::2]))
+        if alone:
+            out = torch.cat([attention.packed_attention(
+                q, [pair], (k, v), attention.packed_mask([len(pair[0])], group.to("cuda"), dtype, 128))
+                for q, k, v, pair, group in zip(*(x.split(counts) for x in (q, k, v)), pairs, groups, strict=True)])
+        else:
+            out = attention.packed_attention(q, pairs, (k, v), attention.packed_mask(boundary_tokens, packed, dtype, 128))
+        out.backward(wanted)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves if len(leaf))])
+    for found, expected in zip(*results, strict=True):
+        # Backward adds in no fixed order (docs/adr/0014).
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(results[0][0], results[1][0])

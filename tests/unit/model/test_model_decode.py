@@ -35,7 +35,7 @@ def test_steps_equal_the_teacher_forced_suffix(bind, batch, tied):
     with torch.no_grad():
         for inputs, n in groups:
             packed = pack_responses(inputs.last_token, responses[row : row + n], inputs.suffix_position)
-            hidden = suffix_forward(bound.model, prefix_forward(bound.model, inputs), packed)
+            hidden = suffix_forward(bound.model, [prefix_forward(bound.model, inputs)], packed)
             expected = torch.nn.functional.linear(hidden, bound.model.head_weight)[:, : config.vocab_size]
             found = decoded[row : row + n, :, : config.vocab_size].reshape(expected.shape)
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

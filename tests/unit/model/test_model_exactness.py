@@ -116,7 +116,7 @@ def test_float32_logits_and_logprobs(bind, batch):
             boundary = prefix_forward(model, group.inputs)
             assert not boundary.attached
             packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
-            hidden = suffix_forward(model, boundary, packed)
+            hidden = suffix_forward(model, [boundary], packed)
             logits = torch.nn.functional.linear(hidden, model.head_weight)[:, : config.vocab_size]
             error = (logits - torch.cat(samples)).abs().max()
             print(f"largest logit error {error:.1e} of logits up to {logits.abs().max():.1f}")

@@ -7,7 +7,7 @@ import torch
 from tiny_qwen import IMAGE, make_prompt, make_responses
 
 from rollplex.core.errors import BadInput, WrongState
-from rollplex.model import attention, pack_responses, prefix_forward, suffix_forward, token_logprobs
+from rollplex.model import attention, pack_groups, pack_responses, prefix_forward, suffix_forward, token_logprobs
 from rollplex.model.attention import suffix_attention, suffix_mask
 
 
@@ -25,6 +25,19 @@ def test_empty_responses_are_refused():
         pack_responses(9, [torch.tensor([1]), torch.tensor([], dtype=torch.int64)], 0)
     with pytest.raises(BadInput, match="no responses"):
         pack_responses(9, [], 0)
+
+
+def test_groups_are_packed_and_told_apart_again():
+    groups = [pack_responses(last, make_responses(lengths), start) for last, lengths, start in ((9, [3, 2], 20), (7, [4], 5))]
+    packed = pack_groups(groups).to("cpu")
+    assert packed.lengths == (3, 2, 4) and packed.token_count == 9
+    assert packed.token_ids.tolist() == [token for group in groups for token in group.token_ids.tolist()]
+    assert packed.positions[0].tolist() == [20, 21, 22, 20, 21, 5, 6, 7, 8]
+    for expected, found in zip(groups, packed.by_group(), strict=True):
+        assert found.lengths == expected.lengths
+        for name in ("token_ids", "targets", "sample_index", "positions"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert pack_groups(groups[:1]) is groups[0] and groups[0].by_group()[0].lengths == (3, 2)
 
 
 def test_micro_batches_hold_whole_samples():
@@ -45,7 +58,7 @@ def test_boundary_life(bind):
     with torch.no_grad():
         assert not prefix_forward(bound.model, inputs).attached
     packed = pack_responses(inputs.last_token, make_responses([2]), inputs.suffix_position)
-    suffix_forward(bound.model, boundary, packed).sum().backward()
+    suffix_forward(bound.model, [boundary], packed).sum().backward()
     boundary.backward()
     assert not boundary.attached
     boundary.backward()
@@ -62,7 +75,7 @@ def test_a_detached_boundary_still_trains_the_suffix(bind):
     with torch.no_grad():
         boundary = prefix_forward(bound.model, inputs)
     packed = pack_responses(inputs.last_token, make_responses([2]), inputs.suffix_position)
-    suffix_forward(bound.model, boundary, packed).sum().backward()
+    suffix_forward(bound.model, [boundary], packed).sum().backward()
     boundary.backward()
     assert bound.model.parameters_by_name()["language_model.layers.0.self_attn.q_proj.weight"].grad is not None
 
@@ -76,7 +89,7 @@ def test_frozen_modules_only(bind):
     boundary = prefix_forward(bound.model, inputs, saved="keep")
     assert not boundary.attached
     packed = pack_responses(inputs.last_token, make_responses([3]), inputs.suffix_position)
-    token_logprobs(bound.model, suffix_forward(bound.model, boundary, packed), packed.targets)[0].sum().backward()
+    token_logprobs(bound.model, suffix_forward(bound.model, [boundary], packed), packed.targets)[0].sum().backward()
     boundary.backward()
     assert [name for name, p in bound.model.parameters_by_name().items() if p.grad is not None] == ["lm_head.weight"]
 
@@ -132,7 +145,7 @@ def test_bfloat16_end_to_end_is_finite(scored, checkpoints):
     inputs = make_prompt(low.config, "image_and_video")
     boundary = prefix_forward(low.model, inputs)
     packed = pack_responses(inputs.last_token, make_responses([2, 4]), inputs.suffix_position)
-    token_logprobs(low.model, suffix_forward(low.model, boundary, packed), packed.targets)[0].sum().backward()
+    token_logprobs(low.model, suffix_forward(low.model, [boundary], packed), packed.targets)[0].sum().backward()
     boundary.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in low.model.parameters())
 

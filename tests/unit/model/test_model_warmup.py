@@ -77,7 +77,7 @@ def test_a_rank_warms_up_for_its_share(checkpoints, single_rank, monkeypatch):
     config = read_model_config(checkpoints[False])
     boundaries = []
     monkeypatch.setattr(warmup, "suffix_forward",
-                        lambda model, boundary, *rest: boundaries.append(boundary) or suffix_forward(model, boundary, *rest))
+                        lambda model, given, *rest: boundaries.extend(given) or suffix_forward(model, given, *rest))
     for ranks in (1, config.kv_head_count):
         list(rehearse(one_rank(config, ranks), torch.float32, CPU, trains=True))
     assert [boundary.layers[0][0].shape[1] for boundary in boundaries] == [config.kv_head_count, 1]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,10 +65,10 @@ def test_another_process_takes_them(shared, reader):
 def test_what_was_dropped_is_gone_and_nothing_else(shared, reader):
     kept, dropped = (shared.put(group, patches(8, group)) for group in (0, 1))
     shared.put(1, patches(4, 9))
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     shared.drop([1, 7])
     shared.drop([1])
-    assert len(os.listdir("/proc/self/fd")) == before - 2
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 2
     assert torch.equal(reader.take(kept), patches(8, 0))
     with pytest.raises(OSError):
         reader.take(dropped)

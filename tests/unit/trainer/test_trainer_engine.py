@@ -88,7 +88,8 @@ def test_gradient_lands_in_the_slab(opened):
 
 
 @pytest.mark.parametrize("fields", [
-    {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 3}, {"saved_activations": "recompute"},
+    {"suffix_micro_batch_samples": 1}, {"suffix_micro_batch_samples": 3}, {"suffix_micro_batch_samples": 8},
+    {"suffix_micro_batch_samples": 8, "suffix_activations": "recompute"}, {"saved_activations": "recompute"},
     {"saved_activations": "offload"}, {"saved_activations": "from_inputs"}, {"suffix_activations": "recompute"},
 ], ids=str)
 def test_ways_of_computing_agree(opened, fields):
@@ -152,9 +153,10 @@ def test_an_unscored_sample_adds_nothing_but_counts(opened):
     assert not engine._state.gradients.flat.any()
 
 
-def test_scored_old_log_probabilities_give_ratio_one(opened):
-    engine = opened(torch.float32, suffix_micro_batch_samples=3)
-    prompts, responses = make_groups()
+@pytest.mark.parametrize("micro_batch_samples", [3, 8])
+def test_scored_old_log_probabilities_give_ratio_one(opened, micro_batch_samples):
+    engine = opened(torch.float32, suffix_micro_batch_samples=micro_batch_samples)
+    prompts, responses = make_groups(count=3)
     engine.materialize_prefix(QUIET, prompts)
     scored = iter(engine.score_suffix(QUIET, responses, temperature=1.0, keep_boundaries=True).samples)
     old = [ResponseGroup(group.group_index, tuple(replace(sample, old_logprobs=next(scored).logprobs)

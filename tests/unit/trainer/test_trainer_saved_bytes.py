@@ -52,7 +52,7 @@ def test_suffix_activations(bound, sizes, saved):
     packed = pack_responses(5, [torch.arange(3, 3 + RESPONSE)] * SAMPLES, PROMPT)
     counter = SavedBytes([*model.parameters(), *(leaf for pair in boundary.leaves() for leaf in pair)])
     with counter.counting():
-        token_logprobs(model, suffix_forward(model, boundary, packed, saved), packed.targets)
+        token_logprobs(model, suffix_forward(model, [boundary], packed, saved), packed.targets)
     working = sizes.layer_working_set(SAMPLES * RESPONSE) + sizes.logits(SAMPLES * RESPONSE)
     assert counter.size_bytes == pytest.approx(sizes.suffix_activations(saved) - working, rel=0.03)
 

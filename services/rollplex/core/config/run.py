@@ -40,7 +40,8 @@ class RunConfig:
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0
-    """Samples of a group in one suffix forward; 0: all."""
+    """Samples in one suffix forward: fewer than a group has are parts of it, twice as many or more are several whole groups, with
+    fewer launches for the host and more memory on the device; 0: a group."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
