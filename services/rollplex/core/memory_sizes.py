@@ -301,7 +301,7 @@ class Sizes:
 
     @property
     def prefix_working_set(self) -> int:
-        """One layer of one prompt, forward and backward: the decoder's or the tower's, which is not cut."""
+        """One layer of one prompt, forward and backward: the decoder's or the tower's, which one rank may compute whole."""
         tokens, vision = self.given.work.longest_visual, self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
@@ -339,7 +339,7 @@ class Sizes:
         return tokens * (2 * self._norm_kept(shapes.hidden_size) + self.item * ((heads + 4 * shapes.intermediate_size) // tp))
 
     def _tower_layer_kept(self, tokens: int) -> int:
-        """The same of a layer of the vision tower for so many visual tokens."""
+        """The same of a layer of the vision tower for so many visual tokens; whole, since one rank computes all of an image."""
         vision = self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         elements = 6 * vision.hidden_size + 4 * vision.intermediate_size

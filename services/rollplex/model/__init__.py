@@ -23,6 +23,7 @@ from rollplex.model.positions import mrope_positions
 from rollplex.model.prefix import prefix_forward
 from rollplex.model.shard import Shard
 from rollplex.model.suffix import suffix_forward
+from rollplex.model.tower_share import summed_over_ranks
 
 __all__ = [
     "ActorLayout",
@@ -53,6 +54,7 @@ __all__ = [
     "save_checkpoint",
     "suffix_forward",
     "sum_replicated_gradients",
+    "summed_over_ranks",
     "tensor_parallel_group",
     "token_logprobs",
 ]

@@ -30,16 +30,14 @@ def _without_compiler() -> Iterator[None]:
 
 with _without_compiler():
     from megatron.core import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
     )
 
 __all__ = [
-    "ColumnParallelLinear",
     "ModelParallelConfig",
-    "RowParallelLinear",
     "VocabParallelEmbedding",
     "copy_to_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",

@@ -18,35 +18,48 @@ from rollplex.model.config import ModelConfig
 from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
 from rollplex.model.megatron import (
-    ColumnParallelLinear,
     ModelParallelConfig,
-    RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from rollplex.model.parallel import Group, tensor_parallel_group
 from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, add_and_norm, rotate, rotate_both
+from rollplex.model.tower_share import summed_over_ranks
 from rollplex.model.vision import build_tower
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class WholeLinear(nn.Module):
-    """In place of Megatron-Core's where there is one rank: the same products without its modules' Python, which was a quarter of
-    what a suffix's layer cost the host; an H200 had to wait for it (3B)."""
+class ColumnLinear(nn.Module):
+    """This rank's rows of a matrix. In place of Megatron-Core's module, which computes the same products in an autograd function
+    of its own: its Python was a quarter of what a suffix's layer cost the host, and an H200 had to wait for it (3B)."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
+        """`outputs`: of this rank."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(x, self.weight, self.bias), None
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """This rank's columns of a matrix, for this rank's part of the input; the sum over ranks."""
+
+    def __init__(self, inputs: int, outputs: int, group: Group, dtype: torch.dtype) -> None:
+        """`inputs`: of this rank."""
+        super().__init__()
+        self.weight, self.tp_group = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype)), group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = F.linear(x, self.weight)
+        return part if self.tp_group.size() == 1 else reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
 
 
 class Layers:
-    """Builds layers for one rank, Megatron-Core's where there are several; the input's gradient is reduced once per block, by
-    `copy_in`."""
+    """Builds layers for one rank; the input's gradient is reduced once per block, by `copy_in`."""
 
     def __init__(self, dtype: torch.dtype, group: Group) -> None:
         self.group = group
@@ -59,32 +72,11 @@ class Layers:
             params_dtype=dtype,
         )
 
-    def column(self, inputs: int, outputs: int, *, bias: bool) -> ColumnParallelLinear | WholeLinear:
-        if self.size == 1:
-            return WholeLinear(inputs, outputs, bias=bias, dtype=self.dtype)
-        return ColumnParallelLinear(
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=None,
-            bias=bias,
-            disable_grad_reduce=True,
-            tp_group=self.group,
-        )
+    def column(self, inputs: int, outputs: int, *, bias: bool) -> ColumnLinear:
+        return ColumnLinear(inputs, outputs // self.size, bias=bias, dtype=self.dtype)
 
-    def row(self, inputs: int, outputs: int) -> RowParallelLinear | WholeLinear:
-        if self.size == 1:
-            return WholeLinear(inputs, outputs, bias=False, dtype=self.dtype)
-        return RowParallelLinear(
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=None,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=self.group,
-        )
+    def row(self, inputs: int, outputs: int) -> RowLinear:
+        return RowLinear(inputs // self.size, outputs, self.group, self.dtype)
 
     def copy_in(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.size == 1 else copy_to_tensor_model_parallel_region(x, group=self.group)
@@ -104,14 +96,14 @@ class SelfAttention(nn.Module):
 
     def keys_values(self, x_TD: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """k (rotated), v [T, K, d] from an input that went through copy_in."""
-        k, v = (proj(x_TD)[0].unflatten(-1, (-1, self.size)) for proj in (self.k_proj, self.v_proj))
+        k, v = (proj(x_TD).unflatten(-1, (-1, self.size)) for proj in (self.k_proj, self.v_proj))
         return rotate(k, rope), v
 
     def forward(self, x_TD: torch.Tensor, rope: Rope, attend: Attend) -> tuple[torch.Tensor, ...]:
         x_TD = self.copy_in(x_TD)
-        q, k, v_TKd = (proj(x_TD)[0].unflatten(-1, (-1, self.size)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v_TKd = (proj(x_TD).unflatten(-1, (-1, self.size)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q_THd, k_TKd = rotate_both(q, k, rope)
-        out_TD = self.o_proj(attend(q_THd, k_TKd, v_TKd).flatten(1).contiguous())[0]
+        out_TD = self.o_proj(attend(q_THd, k_TKd, v_TKd).flatten(1).contiguous())
         return out_TD, k_TKd, v_TKd
 
 
@@ -125,7 +117,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         x_TD = self.copy_in(x_TD)
-        return self.down_proj(silu_gate(self.gate_proj(x_TD)[0], self.up_proj(x_TD)[0]))[0]
+        return self.down_proj(silu_gate(self.gate_proj(x_TD), self.up_proj(x_TD)))
 
 
 class DecoderLayer(nn.Module):
@@ -243,9 +235,15 @@ def _check_views(shapes: dict[str, tuple[int, ...]], views: Mapping[str, torch.T
 
 
 def sum_replicated_gradients(model: VisionLanguageModel) -> None:
-    """Add up the gradients of kv heads that several ranks hold; call once, after the last backward of an update."""
+    """Add up the gradients of kv heads that several ranks hold, and of the tower, of which each has a part; call once, after the
+    last backward of an update."""
     for name, parameter in model.parameters_by_name().items():
         shard = model.shards[name]
+        if model.tp_size > 1 and summed_over_ranks(name) and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=model.group)
+            continue
         if shard.axis is None or not shard.replicated or not parameter.requires_grad:
             continue
         whole = torch.zeros(shard.full_shape, dtype=parameter.dtype, device=parameter.device)

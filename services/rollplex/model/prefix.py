@@ -19,7 +19,8 @@ from rollplex.model.attention import causal_attention
 from rollplex.model.boundary import Boundary, KeysValues
 from rollplex.model.inputs import PromptInputs
 from rollplex.model.network import VisionLanguageModel
-from rollplex.model.vision import RunBlock, encode
+from rollplex.model.tower_share import encode_shared
+from rollplex.model.vision import RunBlock
 
 Saved = Literal["keep", "recompute", "offload", "from_inputs"]
 
@@ -84,7 +85,7 @@ def _embed(model: VisionLanguageModel, inputs: PromptInputs, count: int, run: Ru
         if pixels is None or not len(grid):
             continue
         with torch.no_grad() if frozen else nullcontext():
-            features = encode(model.visual, pixels.to(hidden_BD.device, model.dtype), grid, run)
+            features = encode_shared(model.visual, pixels.to(hidden_BD.device, model.dtype), grid, run, model.group)
         # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it. index_copy
         # would keep the features until then.
         places = to_device(inputs.places_of(token, count), hidden_BD.device)

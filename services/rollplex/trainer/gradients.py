@@ -8,13 +8,15 @@ groups are never rounded to the actor's dtype.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rollplex.core.errors import DataLoss
-from rollplex.model import VisionLanguageModel
+from rollplex.model import VisionLanguageModel, summed_over_ranks
 from rollplex.trainer.host_sums import PIECE_ELEMENTS, HostSums
 from rollplex.trainer.optimizer_state import StateLayout
 
@@ -82,15 +84,19 @@ class GradientBuffer:
         return self.flat[start:start + self._layout.chunks[index].element_count]
 
     def sum_replicas(self) -> None:
-        """Adds up gradients of kv heads that several ranks hold; once, after the last backward of a mini-batch.
+        """Adds up gradients of kv heads that several ranks hold, and of the tower, of which each rank has a part; once, after the
+        last backward of a mini-batch.
 
-        Of what every rank holds whole each has the whole gradient. On GPUs, where a kernel may sum in any order, rank 0's is
+        Of what else every rank holds whole each has the whole gradient. On GPUs, where a kernel may sum in any order, rank 0's is
         then everybody's: ranks whose replicas drift apart no longer train one model.
         """
         for name, view in self.views.items():
             shard = self._model.shards[name]
-            if shard.axis is None and self._model.tp_size > 1 and self._device.type == "cuda":
-                self._take_from_rank_0(self._flat_of[name])
+            if self._model.tp_size > 1 and shard.axis is None:
+                if summed_over_ranks(name):
+                    self._through_device(self._flat_of[name], dist.all_reduce)
+                elif self._device.type == "cuda":
+                    self._through_device(self._flat_of[name], partial(dist.broadcast, group_src=0))
             if shard.axis is None or not shard.replicated:
                 continue
             whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=self._device)
@@ -98,13 +104,12 @@ class GradientBuffer:
             dist.all_reduce(whole, group=self._model.group)
             view.copy_(shard.take(whole, self._model.tp_rank))
 
-    def _take_from_rank_0(self, flat: torch.Tensor) -> None:
-        """Through memory of the allocator's own: NCCL gets no mapped slab."""
+    def _through_device(self, flat: torch.Tensor, collective: Callable[..., Any]) -> None:
+        """A collective in place, through memory of the allocator's own: NCCL gets no mapped slab."""
         for piece in flat.split(PIECE_ELEMENTS):
             whole = torch.empty_like(piece, device=self._device).copy_(piece)
-            dist.broadcast(whole, group=self._model.group, group_src=0)
-            if self._model.tp_rank:
-                piece.copy_(whole)
+            collective(whole, group=self._model.group)
+            piece.copy_(whole)
 
     def check_replicas(self) -> None:
         """Raises DataLoss, naming parameters, where ranks have different gradients of what all of them hold whole."""
