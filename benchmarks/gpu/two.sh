@@ -49,7 +49,6 @@ wanted publish && part publish 60 "$python" benchmarks/publish/publish.py --devi
 LINES_KEPT=90
 wanted 3b && bench 3b 480 $job --shape 3b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
 wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms serial@mps-priority:2x2,overlap@mps-priority:2x2
-# Half a group's suffixes at a time: one GPU that trains 7B alone has room for no more.
-wanted 7b && bench 7b 560 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}" --micro-batch-samples 4
+wanted 7b && bench 7b 560 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
 wanted rollout && part rollout 240 $tests tests/contract/rollout/test_rollout_contract.py -k vllm-cuda-tp2
 exit 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import agreed_gradient, agreed_metrics
@@ -13,20 +15,24 @@ from rollplex.coordinator.records import Note, SampleRecord
 from rollplex.coordinator.work import IterationWork
 from rollplex.core.advantages import advantages, has_signal
 from rollplex.core.crash_points import crash_point
+from rollplex.core.packs import packs
 from rollplex.core.phases import Phase, PhaseEvent
 from rollplex.core.work import GradientResult, LossScale, ResponseGroup, ResponseSample
 
+T = TypeVar("T")
 Groups = dict[int, list[SampleRecord]]
+PARTS = 4
+"""Of a mini-batch whose groups the trainer begins with while the reference scores others. A reference that is paged comes to the
+device once a part."""
 
 
-async def score(work: IterationWork) -> list[ResponseGroup]:
+async def score(work: IterationWork) -> list[int]:
     """Reference and old log-probabilities, advantages; the groups to train on, in index order. What an earlier coordinator has
     of them is in the journal and is not computed again."""
     groups = work.by_group()
-    if work.with_reference:
+    if work.with_reference and not _scores_beside_training(work):
         with work.timeline.span(Phase.SUFFIX, "score"):
-            await _logprobs(work, work.mesh.reference, groups, "reference_logprobs", keep=False,
-                            again=lambda left: _prefixes_again(work, work.mesh.reference, left))
+            await _reference_logprobs(work, groups, groups)
     with work.timeline.span(Phase.SUFFIX, "advantage"):
         kept = _assign_advantages(work, groups)
     await work.journal.put_samples(work.key, work.samples.values())
@@ -36,22 +42,32 @@ async def score(work: IterationWork) -> list[ResponseGroup]:
         with work.timeline.span(Phase.SUFFIX, "old_logprob"):
             # All boundaries are needed: the first mini-batch is trained from them.
             await _logprobs(work, work.mesh.trainer, kept_groups, "old_logprobs", keep=True,
-                            again=lambda left: _prefixes_again(work, work.mesh.trainer, kept_groups))
-    return [ResponseGroup(index, tuple(
-        ResponseSample(sample.sample_index, sample.token_ids, sample.logprobs, sample.reference_logprobs, sample.old_logprobs,
-                       sample.advantage or 0.0, sample.reward is not None)
-        for sample in groups[index])) for index in kept]
+                            again=lambda: _prefixes_again(work, work.mesh.trainer, kept_groups))
+    return kept
+
+
+def _scores_beside_training(work: IterationWork) -> bool:
+    """The trainer may begin with the groups that have their scores: of one update, since several want the old policy's first."""
+    return work.with_reference and work.config.schedule == "overlap" and work.config.optimizer.updates_per_iteration == 1
+
+
+async def _reference_logprobs(work: IterationWork, part: Groups, groups: Groups) -> None:
+    """Of a part of `groups`; a reference that was lost needs the prefixes of all that it has not scored."""
+    await _logprobs(work, work.mesh.reference, part, "reference_logprobs", keep=False, again=lambda: _prefixes_again(
+        work, work.mesh.reference, _without(groups, "reference_logprobs")))
+
+
+def _without(groups: Groups, name: str) -> Groups:
+    """Those of which a sample lacks these log-probabilities."""
+    return {index: samples for index, samples in groups.items() if any(getattr(one, name) is None for one in samples)}
 
 
 async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, name: str, *, keep: bool,
-                    again: Callable[[Groups], Awaitable[None]]) -> None:
+                    again: Callable[[], Awaitable[None]]) -> None:
     """Fills the samples' `name`, and the journal, one message after the other."""
-    def left() -> Groups:
-        return {index: samples for index, samples in groups.items() if any(getattr(one, name) is None for one in samples)}
-
     async def ask() -> None:
         asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
-                 for index, samples in left().items()]
+                 for index, samples in _without(groups, name).items()]
         for part in orders.in_messages(asked):
             order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
             outcomes = await group.command(order, work.place())
@@ -59,9 +75,9 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, nam
                 setattr(work.samples[scored.group_index, scored.sample_index], name, scored.logprobs)
             await work.journal.put_samples(work.key, [sample for one in part for sample in groups[one.group_index]])
 
-    if left():
-        await work.recovery.survive(group, ask, redo=lambda: again(left()),
-                                    what=lambda: f"prefixes and log-probabilities of {len(left())} groups")
+    if _without(groups, name):
+        await work.recovery.survive(group, ask, redo=again, what=lambda: f"prefixes and log-probabilities of "
+                                                                         f"{len(_without(groups, name))} groups")
 
 
 async def _prefixes_again(work: IterationWork, group: EngineGroup, groups: Groups) -> None:
@@ -88,17 +104,19 @@ def _assign_advantages(work: IterationWork, groups: Groups) -> list[int]:
     return kept
 
 
-def mini_batches(groups: Sequence[ResponseGroup], count: int) -> list[Sequence[ResponseGroup]]:
-    """Cuts the groups, in order, into `count` parts whose sizes differ by one at most; no part is empty."""
-    count = min(count, len(groups))
-    bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
-    return [groups[start:stop] for start, stop in zip(bounds, bounds[1:])]
+def cut(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """In order, into `count` parts whose sizes differ by one at most; no part is empty."""
+    count = min(count, len(items))
+    bounds = [len(items) * index // count for index in range(count + 1)] if count else []
+    return [items[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
-async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[ResponseGroup]) -> GradientResult:
-    """Suffix and backward of one mini-batch, from SUFFIX into UPDATE. All but the first compute their prefix under the new
-    snapshot. A trainer that is lost before the norm is known goes back to SUFFIX and begins the mini-batch anew."""
-    trainer, prompts = work.mesh.trainer, [work.prompts[group.group_index] for group in batch]
+async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[int]) -> GradientResult:
+    """Suffix and backward of one mini-batch, the indices of its groups, from SUFFIX into UPDATE. All but the first compute their
+    prefix under the new snapshot. A trainer that is lost before the norm is known goes back to SUFFIX and begins the mini-batch
+    anew."""
+    trainer, prompts = work.mesh.trainer, [work.prompts[index] for index in batch]
+    parts = _Parts(work, batch)
 
     async def begin() -> None:
         if work.phase is Phase.UPDATE:
@@ -106,7 +124,7 @@ async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[R
         await prefix(work, trainer, "trainer_prefix_again", orders.trainer_prefix, prompts, Phase.SUFFIX)
 
     async def gradient() -> tuple[dict[str, float], GradientResult]:
-        metrics = await _train(work, batch)
+        metrics = await _train(work, parts)
         crash_point("coordinator.suffix.done")
         await _leave(work)
         with work.timeline.span(Phase.UPDATE, "update"), work.timeline.span(Phase.UPDATE, "gradient_norm"):
@@ -118,21 +136,60 @@ async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[R
 
     if index:
         await work.recovery.survive(trainer, begin, what=what)
-    metrics, measured = await work.recovery.survive(trainer, gradient, redo=begin, what=what)
+    (metrics, measured), _ = await together(work.recovery.survive(trainer, gradient, redo=begin, what=what), parts.score())
     crash_point("coordinator.norm.agreed")
     work.average({**metrics, "actor/grad_norm": measured.grad_norm, "grad_norm": measured.grad_norm,
                   "rollplex/update_skipped": float(not measured.finite)})
     return measured
 
 
-async def _train(work: IterationWork, batch: Sequence[ResponseGroup]) -> dict[str, float]:
-    samples = [sample for group in batch for sample in group.samples]
+class _Parts:
+    """A mini-batch's groups in the order of their training: `score` has the reference score a part while the trainer works on
+    the ones before, which `scored` hands out. What was scored stays so, whatever becomes of the trainer."""
+
+    def __init__(self, work: IterationWork, batch: Sequence[int]) -> None:
+        self._work, by_group = work, work.by_group()
+        self.groups = {index: by_group[index] for index in batch}
+        self._beside = _scores_beside_training(work)
+        # Groups that share a pass stay together: the update is the one of a mini-batch in one part, to the last bit.
+        together = list(packs(_responses(self.groups), work.config.suffix_micro_batch_samples))
+        self._parts = [[group.group_index for pack in part for group in pack]
+                       for part in cut(together, PARTS if self._beside else 1)]
+        self._scored = [asyncio.Event() for _ in self._parts]
+
+    async def score(self) -> None:
+        if not self._beside:
+            for event in self._scored:
+                event.set()
+            return
+        with self._work.timeline.span(Phase.SUFFIX, "score"):
+            for part, event in zip(self._parts, self._scored, strict=True):
+                await _reference_logprobs(self._work, {index: self.groups[index] for index in part}, self.groups)
+                event.set()
+
+    async def scored(self) -> AsyncIterator[list[ResponseGroup]]:
+        """Messages to the trainer."""
+        for part, event in zip(self._parts, self._scored, strict=True):
+            await event.wait()
+            for message in orders.in_messages(_responses({index: self.groups[index] for index in part})):
+                yield message
+
+
+def _responses(groups: Groups) -> list[ResponseGroup]:
+    return [ResponseGroup(index, tuple(
+        ResponseSample(sample.sample_index, sample.token_ids, sample.logprobs, sample.reference_logprobs, sample.old_logprobs,
+                       sample.advantage or 0.0, sample.reward is not None)
+        for sample in samples)) for index, samples in groups.items()]
+
+
+async def _train(work: IterationWork, parts: _Parts) -> dict[str, float]:
+    samples = [sample for group in parts.groups.values() for sample in group]
     scale = LossScale(len(samples), sum(len(sample.token_ids) for sample in samples),
                       work.config.sampling.max_response_tokens)
     with work.timeline.span(Phase.SUFFIX, "suffix"):
-        parts = [await work.mesh.trainer.command(orders.train_suffix(part, scale), work.place())
-                 for part in orders.in_messages(batch)]
-    return merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in parts])
+        found = [await work.mesh.trainer.command(orders.train_suffix(message, scale), work.place())
+                 async for message in parts.scored()]
+    return merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in found])
 
 
 async def _leave(work: IterationWork) -> None:

@@ -12,7 +12,7 @@ from stub_mesh import stub_mesh, text_rows
 
 from rollplex.coordinator.config import CoordinatorConfig
 from rollplex.coordinator.records import IterationKey, IterationState, Note, PhaseSpan, RewardRegistration, RunState
-from rollplex.core.errors import AlreadyExists, BadInput, NotFound, Unavailable, WrongState
+from rollplex.core.errors import AlreadyExists, BadInput, DataLoss, NotFound, Unavailable, WrongState
 from rollplex.data.rows import PromptRow
 
 
@@ -67,6 +67,57 @@ async def test_the_reference_works_only_with_a_kl(mesh):
     assert "materialize_prefix" in mesh.reference.calls
     assert "score_suffix" in mesh.reference.calls
     assert mesh.trainer.trained[0][0][0].samples[0].reference_logprobs is not None
+
+
+def trained_groups(mesh):
+    return [[group.group_index for group in groups] for groups, _ in mesh.trainer.trained]
+
+
+@pytest.mark.parametrize(("config", "count", "expected"), [
+    ({"schedule": "serial"}, 6, [[0, 1, 2, 3, 4, 5]]), ({"loss": {"kl_coef": 0.0}}, 6, [[0, 1, 2, 3, 4, 5]]),
+    ({}, 6, [[0], [1, 2], [3], [4, 5]]), ({}, 2, [[0], [1]]),
+    # Groups that share a pass are not parted.
+    ({"suffix_micro_batch_samples": 8}, 5, [[0, 1], [2, 3], [4]])], ids=str)
+async def test_the_trainer_is_told_of_groups_as_they_are_scored(mesh, config, count, expected):
+    await open_run(mesh, **{"loss": {"kl_coef": 0.1}, "sampling": {"samples_per_group": 4}} | config)
+    assert (await iterate(mesh, text_rows(count))).state is IterationState.DONE
+    assert trained_groups(mesh) == expected
+    scales = {(scale.sample_count, scale.token_count) for _, scale in mesh.trainer.trained}
+    assert scales == {(4 * count, 12 * count)}
+    with_reference = "loss" not in config
+    assert mesh.reference.calls.count("score_suffix") == (len(expected) if with_reference else 0)
+    assert all((sample.reference_logprobs is not None) == with_reference
+               for groups, _ in mesh.trainer.trained for group in groups for sample in group.samples)
+
+
+async def test_training_begins_while_the_reference_scores(mesh):
+    """The reference's second part waits for the trainer's first: side by side that ends."""
+    gate = threading.Event()
+    mesh.trainer.hooks["train_suffix"] = lambda context: gate.set()
+
+    def wait_for_training(context):
+        if mesh.reference.calls.count("score_suffix") == 2:
+            assert gate.wait(20)
+
+    mesh.reference.hooks["score_suffix"] = wait_for_training
+    await open_run(mesh, loss={"kl_coef": 0.1})
+    assert (await iterate(mesh, text_rows(4))).state is IterationState.DONE
+
+
+async def test_a_reference_that_cannot_score_ends_the_iteration_and_leaves_no_training_behind(mesh):
+    def fail(context):
+        if mesh.reference.calls.count("score_suffix") == 2:
+            raise DataLoss("what it should read is not what it was", reason="TEST")
+
+    mesh.reference.hooks["score_suffix"] = fail
+    await open_run(mesh, loss={"kl_coef": 0.1})
+    failed = await iterate(mesh, text_rows(4))
+    assert (failed.state, failed.error.reason) == (IterationState.FAILED, "TEST")
+    assert mesh.coordinator.runs.get("run").snapshot == 0 and trained_groups(mesh) in ([], [[0]])
+    del mesh.reference.hooks["score_suffix"]
+    mesh.trainer.trained.clear()
+    assert (await iterate(mesh, text_rows(4))).state is IterationState.DONE
+    assert trained_groups(mesh) == [[0], [1], [2], [3]]
 
 
 async def hold_last_token_until_prefix(mesh, schedule):

@@ -140,6 +140,37 @@ async def test_a_service_lost_anywhere_does_its_own_work_again_and_the_others_go
     assert mesh.coordinator.runs.get("run").snapshot == 4
 
 
+@pytest.mark.parametrize(("role", "method", "nth"), [
+    ("reference", "score_suffix", 1), ("reference", "score_suffix", 3), ("trainer", "train_suffix", 1),
+    ("trainer", "train_suffix", 3), ("trainer", "measure_gradient", 1), ("trainer", "apply_update", 1)])
+async def test_a_loss_while_the_reference_scores_beside_training_costs_its_own_work_alone(mesh, role, method, nth):
+    one_update = {"loss": {"kl_coef": 0.1}, "sampling": {"samples_per_group": 4}, "recovery_timeout_s": 20.0}
+    await mesh.coordinator.create_run("unfaulted", json.dumps(one_update))
+    key = (await mesh.coordinator.submit("unfaulted", text_rows(4), "", validation=False))[0].key
+    assert (await mesh.finished(key)).state is IterationState.DONE
+    expected = reference_of(mesh.trainer.trained)
+    assert [len(groups) for groups in expected] == [1, 1, 1, 1]
+    engines = {name: getattr(mesh, name) for name in ("reference", "trainer")}
+    for engine in engines.values():
+        engine.calls.clear()
+    mesh.trainer.trained.clear()
+    await mesh.coordinator.create_run("run", json.dumps(one_update))
+    killer = Killer(mesh, engines[role], method, nth)
+    done = await mesh.finished(await submit(mesh))
+    assert (killer.died, done.state, done.error) == (1, IterationState.DONE, None)
+    # A trainer that was lost before its norm was known begins the mini-batch anew.
+    again = role == "trainer" and method != "apply_update"
+    last = mesh.trainer.trained if again else engines["trainer"].trained
+    assert reference_of(last) == expected
+    if role == "reference":
+        # Prefixes of the groups that were not scored, and those groups once more.
+        assert mesh.reference.calls.count("materialize_prefix") == 1
+        assert mesh.reference.calls.count("score_suffix") == 4 - (nth - 1)
+    else:
+        assert engines["reference"].calls.count("materialize_prefix") == 1
+        assert engines["reference"].calls.count("score_suffix") == 4
+
+
 async def test_only_groups_that_are_not_complete_are_generated_again_and_nothing_is_scored_twice(mesh):
     await open_run(mesh)
     mesh.rollout.last_token_gate = threading.Event()
