@@ -345,27 +345,45 @@ def test_devices_that_are_not_there_or_not_ours_to_share(monkeypatch):
     assert caught.value.reason == "EXPANDABLE_SEGMENTS"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_replicated_gradient_is_rank_0s(rank, monkeypatch):
-    """In pieces, and through memory that is not the buffer's."""
+def test_collectives_take_gradients_in_pieces_through_memory_that_is_not_the_buffers(monkeypatch):
     from types import SimpleNamespace
 
     from rollplex.trainer import gradients
 
     sent: list[int] = []
 
-    def broadcast(tensor, *, group, group_src):
-        assert (group, group_src) == ("ranks", 0)
+    def double(tensor, *, group):
+        assert group == "ranks" and not flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes
         sent.append(tensor.numel())
-        tensor.fill_(7.0)
+        tensor.mul_(2)
 
-    monkeypatch.setattr(gradients.dist, "broadcast", broadcast)
     monkeypatch.setattr(gradients, "PIECE_ELEMENTS", 4)
     flat = torch.arange(10.0)
-    buffer = SimpleNamespace(_device=torch.device("cpu"), _model=SimpleNamespace(group="ranks", tp_rank=rank))
-    gradients.GradientBuffer._take_from_rank_0(buffer, flat)
+    buffer = SimpleNamespace(_device=torch.device("cpu"), _model=SimpleNamespace(group="ranks"))
+    gradients.GradientBuffer._through_device(buffer, flat, double)
     assert sent == [4, 4, 2]
-    assert flat.tolist() == (list(range(10)) if rank == 0 else [7.0] * 10)
+    assert flat.tolist() == [2.0 * index for index in range(10)]
+
+
+@pytest.mark.parametrize(("device", "tp_size", "expected"), [
+    ("cpu", 1, {}), ("cuda", 1, {}), ("cpu", 2, {"visual.merger.ln_q.weight": "all_reduce"}),
+    ("cuda", 2, {"visual.merger.ln_q.weight": "all_reduce", "language_model.norm.weight": "broadcast from 0"})])
+def test_gradients_of_the_tower_are_summed_and_others_that_ranks_hold_whole_are_rank_0s(device, tp_size, expected, monkeypatch):
+    """Ranks compute parts of the tower's; of the others each has the whole, which on a GPU may differ in its last bits."""
+    from types import SimpleNamespace
+
+    from rollplex.trainer import gradients
+
+    done = {}
+    monkeypatch.setattr(gradients.dist, "all_reduce", lambda name: done.update({name: "all_reduce"}))
+    monkeypatch.setattr(gradients.dist, "broadcast", lambda name, group_src: done.update({name: f"broadcast from {group_src}"}))
+    whole, cut = SimpleNamespace(axis=None, replicated=True), SimpleNamespace(axis=0, replicated=False)
+    shards = {"visual.merger.ln_q.weight": whole, "language_model.norm.weight": whole, "lm_head.weight": cut}
+    buffer = SimpleNamespace(
+        views=dict.fromkeys(shards), _flat_of={name: name for name in shards}, _device=torch.device(device),
+        _model=SimpleNamespace(shards=shards, tp_size=tp_size), _through_device=lambda name, collective: collective(name))
+    gradients.GradientBuffer.sum_replicas(buffer)
+    assert done == expected
 
 
 def test_an_export_receives_contiguous_copies(monkeypatch, tmp_path):
