@@ -66,6 +66,8 @@ class Stub:
     open_run_name: str = ""
     bound_snapshot: int = -1
     calls: list[str] = field(default_factory=list)
+    scored: list[list[int]] = field(default_factory=list)
+    """Indices of the groups of every `score_suffix`."""
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
     communicator: StubCommunicator = field(default_factory=StubCommunicator)
@@ -155,6 +157,7 @@ class StubScorer(Stub):
 
     def score_suffix(self, context, groups, *, temperature, keep_boundaries) -> work.ScoreResult:
         self._enter("score_suffix", context)
+        self.scored.append([group.group_index for group in groups])
         return work.ScoreResult(tuple(
             work.SampleLogprobs(group.group_index, sample.sample_index, array("f", [-1.0] * len(sample.token_ids)))
             for group in groups for sample in group.samples))

@@ -37,7 +37,22 @@ def measure(bound: Bound, saved: str) -> dict:
         hidden = suffix_forward(bound.model, [prefix_forward(bound.model, inputs)], packed)
         logp, entropy = token_logprobs(bound.model, hidden, packed.targets, with_entropy=True)
     gradients = {name: parameter.grad for name, parameter in bound.model.parameters_by_name().items()}
-    return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy, "decoded": decode(bound)}
+    return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy, "decoded": decode(bound),
+            "tower": tower_gradients(bound, saved)}
+
+
+def tower_gradients(bound: Bound, saved: str) -> dict[str, torch.Tensor]:
+    """With a frozen decoder, of an image, which one rank computes, and of a video."""
+    parameters = bound.model.parameters_by_name()
+    for name, parameter in parameters.items():
+        parameter.grad = None
+        parameter.requires_grad_(name.startswith("visual."))
+    groups = make_groups(bound.config, ["image", "video"], torch.float64, LENGTHS)
+    two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved)
+    sum_replicated_gradients(bound.model)
+    found = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
+    bound.model.requires_grad_(True)
+    return found
 
 
 def decode(bound: Bound) -> torch.Tensor:
@@ -71,7 +86,7 @@ def refuse_strided(name: str) -> None:
 
 def main(folder: str, rank: int, size: int, checkpoints: list[str]) -> None:
     torch.set_num_threads(1)
-    for name in ("all_reduce", "all_gather", "gather", "broadcast"):
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "gather", "broadcast"):
         refuse_strided(name)
     exact_float64(setattr)
     init_tensor_parallel(rank, size, store=f"file://{folder}/store", timeout_s=60)

@@ -10,7 +10,7 @@ import contextlib
 from rollplex.coordinator.metrics import group_metrics, sample_metrics, time_metrics
 from rollplex.coordinator.overlap import overlap, report_progress, respond
 from rollplex.coordinator.peers import EngineGroup, together
-from rollplex.coordinator.suffix import cut, mini_batch_gradient, score
+from rollplex.coordinator.suffix import mini_batch_gradient, mini_batches, score
 from rollplex.coordinator.update import apply_update
 from rollplex.coordinator.work import IterationWork
 from rollplex.core.errors import InternalError, RollplexError
@@ -27,7 +27,7 @@ async def run_iteration(work: IterationWork) -> None:
         await _release_rollout(work)
         work.plan()
     await work.move(PhaseEvent.RESPONSES_FIXED)
-    batches = cut(await work.recovery.within(score(work)), work.config.optimizer.updates_per_iteration)
+    batches = mini_batches(work, await work.recovery.within(score(work)))
     work.batch_count = len(batches)
     for index, batch in enumerate(batches):
         if index < work.updates_published:

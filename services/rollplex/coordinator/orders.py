@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,16 +90,16 @@ def wait_checkpoint(path: str) -> trainer_service_pb2.WaitCheckpointRequest:
     return trainer_service_pb2.WaitCheckpointRequest(path=path)
 
 
-def in_messages(groups: Sequence[work.ResponseGroup]) -> list[list[work.ResponseGroup]]:
-    """Whole groups, in order, in parts that stay well below gRPC's message limit."""
+def in_messages(packs: Iterable[Sequence[work.ResponseGroup]]) -> list[list[work.ResponseGroup]]:
+    """Whole packs (core.packs: an engine makes the same again), in order, in parts that stay well below gRPC's message limit."""
     parts: list[list[work.ResponseGroup]] = []
     room_bytes = 0
-    for group in groups:
-        size_bytes = sum(TOKEN_BYTES * len(sample.token_ids) + 64 for sample in group.samples)
+    for pack in packs:
+        size_bytes = sum(TOKEN_BYTES * len(sample.token_ids) + 64 for group in pack for sample in group.samples)
         if not parts or size_bytes > room_bytes:
             parts.append([])
             room_bytes = MAX_MESSAGE_BYTES // 4
-        parts[-1].append(group)
+        parts[-1] += pack
         room_bytes -= size_bytes
     return parts
 

@@ -12,6 +12,7 @@ from rollplex.coordinator.peers import EngineGroup, together
 from rollplex.coordinator.records import Note, ProgressReport, SampleRecord
 from rollplex.coordinator.rewards import RewardDesk, ScoreInput, Verdict
 from rollplex.coordinator.work import IterationWork
+from rollplex.core.advantages import has_signal
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import DataLoss
 from rollplex.core.phases import Phase
@@ -195,12 +196,17 @@ def _prefixes(work: IterationWork) -> list[Awaitable]:
 
 
 def unreferenced(work: IterationWork) -> list[Prompt]:
-    """Those of which not every sample has the reference's log-probabilities."""
-    def scored(prompt: Prompt) -> bool:
-        samples = (work.samples.get((prompt.group.group_index, index)) for index in range(prompt.group.sample_count))
-        return all(sample is not None and sample.reference_logprobs is not None for sample in samples)
+    """Those of which not every sample has the reference's log-probabilities, and that are not left out of training."""
+    def needless(prompt: Prompt) -> bool:
+        samples = [work.samples.get((prompt.group.group_index, index)) for index in range(prompt.group.sample_count)]
+        if any(sample is None for sample in samples):
+            return False
+        if all(sample.reference_logprobs is not None for sample in samples):
+            return True
+        return (work.config.filter_zero_variance and all(sample.scored for sample in samples)
+                and not has_signal([sample.reward for sample in samples]))
 
-    return [prompt for prompt in work.prompts if not scored(prompt)]
+    return [prompt for prompt in work.prompts if not needless(prompt)]
 
 
 async def prefix(work: IterationWork, group: EngineGroup, span: str, order: Callable[..., orders.Order],

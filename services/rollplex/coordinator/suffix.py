@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from rollplex.coordinator import orders
@@ -27,22 +27,23 @@ device once a part."""
 
 
 async def score(work: IterationWork) -> list[int]:
-    """Reference and old log-probabilities, advantages; the groups to train on, in index order. What an earlier coordinator has
+    """Advantages, reference and old log-probabilities; the groups to train on, in index order. What an earlier coordinator has
     of them is in the journal and is not computed again."""
     groups = work.by_group()
-    if work.with_reference and not _scores_beside_training(work):
-        with work.timeline.span(Phase.SUFFIX, "score"):
-            await _reference_logprobs(work, groups, groups)
     with work.timeline.span(Phase.SUFFIX, "advantage"):
         kept = _assign_advantages(work, groups)
     await work.journal.put_samples(work.key, work.samples.values())
     crash_point("coordinator.advantages.journalled")
-    kept_groups = {index: groups[index] for index in kept}
-    if work.config.optimizer.updates_per_iteration > 1 and kept:
+    groups = {index: groups[index] for index in kept}
+    if work.with_reference and not _scores_beside_training(work):
+        with work.timeline.span(Phase.SUFFIX, "score"):
+            await _reference_logprobs(work, groups, groups)
+    if work.config.optimizer.updates_per_iteration > 1:
         with work.timeline.span(Phase.SUFFIX, "old_logprob"):
-            # All boundaries are needed: the first mini-batch is trained from them.
-            await _logprobs(work, work.mesh.trainer, kept_groups, "old_logprobs", keep=True,
-                            again=lambda: _prefixes_again(work, work.mesh.trainer, kept_groups))
+            for batch in mini_batches(work, kept):
+                # All boundaries are needed: the first mini-batch is trained from them.
+                await _logprobs(work, work.mesh.trainer, {index: groups[index] for index in batch}, "old_logprobs", keep=True,
+                                again=lambda: _prefixes_again(work, work.mesh.trainer, groups))
     return kept
 
 
@@ -68,7 +69,7 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, nam
     async def ask() -> None:
         asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
                  for index, samples in _without(groups, name).items()]
-        for part in orders.in_messages(asked):
+        for part in orders.in_messages(packs(asked, work.config.suffix_micro_batch_samples)):
             order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
             outcomes = await group.command(order, work.place())
             for scored in outcomes[0].value.samples:
@@ -111,6 +112,11 @@ def cut(items: Sequence[T], count: int) -> list[Sequence[T]]:
     return [items[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
+def mini_batches(work: IterationWork, kept: Sequence[int]) -> list[Sequence[int]]:
+    """An update each."""
+    return cut(kept, work.config.optimizer.updates_per_iteration)
+
+
 async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[int]) -> GradientResult:
     """Suffix and backward of one mini-batch, the indices of its groups, from SUFFIX into UPDATE. All but the first compute their
     prefix under the new snapshot. A trainer that is lost before the norm is known goes back to SUFFIX and begins the mini-batch
@@ -136,7 +142,8 @@ async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[i
 
     if index:
         await work.recovery.survive(trainer, begin, what=what)
-    (metrics, measured), _ = await together(work.recovery.survive(trainer, gradient, redo=begin, what=what), parts.score())
+    (metrics, measured), _ = await together(work.recovery.survive(trainer, gradient, redo=begin, what=what),
+                                           work.recovery.within(parts.score()))
     crash_point("coordinator.norm.agreed")
     work.average({**metrics, "actor/grad_norm": measured.grad_norm, "grad_norm": measured.grad_norm,
                   "rollplex/update_skipped": float(not measured.finite)})
@@ -152,9 +159,7 @@ class _Parts:
         self.groups = {index: by_group[index] for index in batch}
         self._beside = _scores_beside_training(work)
         # Groups that share a pass stay together: the update is the one of a mini-batch in one part, to the last bit.
-        together = list(packs(_responses(self.groups), work.config.suffix_micro_batch_samples))
-        self._parts = [[group.group_index for pack in part for group in pack]
-                       for part in cut(together, PARTS if self._beside else 1)]
+        self._parts = cut(list(self._packs(self.groups)), PARTS if self._beside else 1)
         self._scored = [asyncio.Event() for _ in self._parts]
 
     async def score(self) -> None:
@@ -164,15 +169,21 @@ class _Parts:
             return
         with self._work.timeline.span(Phase.SUFFIX, "score"):
             for part, event in zip(self._parts, self._scored, strict=True):
-                await _reference_logprobs(self._work, {index: self.groups[index] for index in part}, self.groups)
+                await _reference_logprobs(self._work, self._groups_of(part), self.groups)
                 event.set()
 
     async def scored(self) -> AsyncIterator[list[ResponseGroup]]:
         """Messages to the trainer."""
         for part, event in zip(self._parts, self._scored, strict=True):
             await event.wait()
-            for message in orders.in_messages(_responses({index: self.groups[index] for index in part})):
+            for message in orders.in_messages(self._packs(self._groups_of(part))):
                 yield message
+
+    def _packs(self, groups: Groups) -> Iterator[list[ResponseGroup]]:
+        return packs(_responses(groups), self._work.config.suffix_micro_batch_samples)
+
+    def _groups_of(self, part: Sequence[Sequence[ResponseGroup]]) -> Groups:
+        return {group.group_index: self.groups[group.group_index] for pack in part for group in pack}
 
 
 def _responses(groups: Groups) -> list[ResponseGroup]:

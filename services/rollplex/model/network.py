@@ -1,4 +1,4 @@
-"""The model: transformers' vision tower and our own decoder on Megatron-Core's tensor-parallel layers.
+"""The model: transformers' vision tower and our own decoder, whose ranks Megatron-Core's embedding and mappings join.
 
 Parameter names are training names: HF's without the leading "model.". Parameters live wherever `bind` points them.
 Legend: T tokens, D hidden, H query heads and K kv heads of this rank, d head size, V vocabulary rows of this rank.

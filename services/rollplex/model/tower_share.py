@@ -56,7 +56,9 @@ def encode_shared(tower: nn.Module, pixels: torch.Tensor, grid_thw: torch.Tensor
     if mine.stop > mine.start:
         own = encode(tower, pixels[mine.start:mine.stop], mine.grid_thw, run_block)
     else:
+        # With a gradient where others have one: what comes after must be in the graph of every rank or of none.
         own = pixels.new_empty(0, tower.config.out_hidden_size)
+        own.requires_grad_(torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters()))
     return _Gather.apply(own, [(part.stop - part.start) // tower.spatial_merge_unit for part in parts], group)
 
 

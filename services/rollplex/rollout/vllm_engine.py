@@ -111,11 +111,13 @@ class VllmEngine:
             tally.finish(flight.unfinished())
             raise
         finally:
-            if self._group.running:
-                flight.abort()
-                with self._group.together("decode"):
-                    vllm_internals.settle(self._group.engine)
-            self._prompts.forget()
+            try:
+                if self._group.running:
+                    flight.abort()
+                    with self._group.together("decode"):
+                        vllm_internals.settle(self._group.engine)
+            finally:
+                self._prompts.forget()
 
     def _start(self) -> None:
         self._group.start()

@@ -6,18 +6,28 @@ three times a group. A worker reads them here once instead, when it computes the
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
 
 from rollplex.memory.host_driver import sealed_memfd
 
-_ROW_BITS = 32
+_ROW_BITS, _FD_BITS = 26, 20
+"""Of a ticket's number; the rest is the put's. Rows: a prompt of 2**26 patches would be 150 GB."""
+
+
+_MEMFD = "memfd:rollplex:"
+
+
+def _name(serial: int) -> str:
+    return f"patches-{serial}"
 
 
 class SharedPatches:
@@ -25,14 +35,16 @@ class SharedPatches:
 
     def __init__(self) -> None:
         self._fds: dict[int, list[int]] = defaultdict(list)
+        self._serials = count()
 
     def put(self, group: int, patches: torch.Tensor) -> torch.Tensor:
         """int64 [S, 1] in place of `patches` [S, C], until the group is dropped. A slice of it stands for the same slice."""
-        fd = sealed_memfd("patches", patches.nbytes)
+        serial = next(self._serials) % (1 << 62 - _ROW_BITS - _FD_BITS)
+        fd = sealed_memfd(_name(serial), patches.nbytes)
         self._fds[group].append(fd)
         with mmap.mmap(fd, patches.nbytes) as memory:
             torch.frombuffer(memory, dtype=patches.dtype).view(patches.shape).copy_(patches)
-        return (torch.arange(len(patches)) + (fd << _ROW_BITS))[:, None]
+        return (torch.arange(len(patches)) + ((serial << _FD_BITS | fd) << _ROW_BITS))[:, None]
 
     def drop(self, groups: Collection[int] | None = None) -> None:
         """No ticket of these groups (None: of any) may be used any more. Idempotent."""
@@ -65,9 +77,13 @@ class PatchReader:
         return patches.to(self.device, non_blocking=True)
 
     def _read(self, number: int, out: torch.Tensor) -> None:
-        fd, row = number >> _ROW_BITS, number & ((1 << _ROW_BITS) - 1)
-        with Path(f"/proc/{self.leader}/fd/{fd}").open("rb") as file, mmap.mmap(
-                # torch has no read-only tensors and would warn of a read-only buffer; nobody writes here.
-                file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
+        row, fd, serial = number % (1 << _ROW_BITS), (number >> _ROW_BITS) % (1 << _FD_BITS), number >> _ROW_BITS + _FD_BITS
+        with Path(f"/proc/{self.leader}/fd/{fd}").open("rb") as file:
+            # A number is given again once its file is closed.
+            if not Path(f"/proc/self/fd/{file.fileno()}").readlink().name.startswith(f"{_MEMFD}{_name(serial)} "):
+                raise FileNotFoundError(errno.ENOENT, "these patches were dropped", file.name)
+            # torch has no read-only tensors and would warn of a read-only buffer; nobody writes here.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with memory:
             first = row * self.width * self.dtype.itemsize
             out.copy_(torch.frombuffer(memory, dtype=self.dtype, count=out.numel(), offset=first).view(out.shape))

@@ -90,7 +90,8 @@ class SuffixRunner:
                     metrics.merge(self._train_batch(batch, scale))
             # Suffixes first, then once through each prefix.
             for group in pack:
-                self.prefixes.get(group.group_index).boundary.backward()
+                if any(sample.scored for sample in group.samples):
+                    self.prefixes.get(group.group_index).boundary.backward()
                 self.prefixes.release(group.group_index)
                 crash_point("trainer.suffix.group")
                 done += 1

@@ -90,6 +90,22 @@ async def test_the_trainer_is_told_of_groups_as_they_are_scored(mesh, config, co
                for groups, _ in mesh.trainer.trained for group in groups for sample in group.samples)
 
 
+async def test_old_log_probabilities_are_of_the_groups_that_are_trained_together(mesh):
+    """Which groups share a pass decides last bits, and the first ratio is to be 1 exactly."""
+    await open_run(mesh, optimizer={"updates_per_iteration": 2}, suffix_micro_batch_samples=8, sampling={"samples_per_group": 4})
+    assert (await iterate(mesh, text_rows(6))).state is IterationState.DONE
+    assert mesh.trainer.scored == trained_groups(mesh) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+async def test_what_is_left_out_of_training_is_not_scored(mesh, schedule):
+    mesh.reward.value = lambda item: float(item.group_index == 1 or item.sample_index % 2)
+    await open_run(mesh, schedule=schedule, filter_zero_variance=True, loss={"kl_coef": 0.1}, sampling={"samples_per_group": 4})
+    assert (await iterate(mesh, text_rows(4))).state is IterationState.DONE
+    for told in (mesh.reference.scored, trained_groups(mesh)):
+        assert [index for part in told for index in part] == [0, 2, 3]
+
+
 async def test_training_begins_while_the_reference_scores(mesh):
     """The reference's second part waits for the trainer's first: side by side that ends."""
     gate = threading.Event()

@@ -39,6 +39,8 @@ def test_gradients_equal_one_ranks(bind, exact, checkpoints, tmp_path, size, tie
             for name, expected in alone["gradients"].items():
                 error = (found["gradients"][name] - layout.shards[name].take(expected, rank)).norm() / expected.norm()
                 worst = max(worst, float(error))
+            for name, expected in alone["tower"].items():
+                worst = max(worst, float((found["tower"][name] - expected).norm() / expected.norm()))
             assert found["loss"] == pytest.approx(alone["loss"], rel=1e-12)
             torch.testing.assert_close(found["logp"], alone["logp"], rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found["entropy"], alone["entropy"], rtol=1e-12, atol=1e-12)

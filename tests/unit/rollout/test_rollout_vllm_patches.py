@@ -72,6 +72,11 @@ def test_what_was_dropped_is_gone_and_nothing_else(shared, reader):
     assert torch.equal(reader.take(kept), patches(8, 0))
     with pytest.raises(OSError):
         reader.take(dropped)
+    # The number of a closed file is the next one's.
+    later = shared.put(2, patches(8, 5))
+    with pytest.raises(FileNotFoundError, match="dropped"):
+        reader.take(dropped)
+    assert torch.equal(reader.take(later), patches(8, 5))
     shared.drop()
     with pytest.raises(OSError):
         reader.take(kept)
