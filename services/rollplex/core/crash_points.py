@@ -129,7 +129,7 @@ POINTS: dict[str, Point] = {
         reward__scored="a batch is scored in memory only",
         reward__journalled="a batch's scores are in the journal",
         responses__journalled="all responses are in the journal with their rewards, the KV is not released",
-        advantages__journalled="reference log-probabilities and advantages are there",
+        advantages__journalled="advantages are there, the reference has scored nothing yet",
         suffix__done=Point("coordinator", "a mini-batch's gradients are summed", times=2),
         norm__agreed=Point("coordinator", "the norm is known, UPDATE_BEGIN is not in the journal", times=2),
         update__begun=Point("coordinator", "UPDATE_BEGIN is in the journal, the broker was not asked", times=2),
