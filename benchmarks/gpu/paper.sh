@@ -26,7 +26,8 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 ROLLPLEX_LIMIT_S=${ROLLPLEX_LIMIT_S:-570}
 . "$root/benchmarks/gpu/parts.sh"
 cd "$root"
-half=$((gpus / 2)) pairs="$gpus:$((gpus / 2)) $gpus:$gpus"
+half=$((gpus / 2))
+pairs="$gpus:$half $gpus:$gpus"
 case $gpus in
 8) shape=32b host=500 grown=440 ;;
 4) shape=32b-half host=300 grown=300 ;;

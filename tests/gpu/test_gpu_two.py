@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_rig import broker, connect
+from gpu_marks import NEEDS_TWO_GPUS
 from tiny_checkpoint import PromptMaker, save_tiny
 from trainer_ranks import distance, three_updates, trainer_ranks
 
@@ -23,8 +24,7 @@ from rollplex.memory import views
 from rollplex.memory.drivers import driver_of
 from rollplex.trainer.config import TrainerConfig, TrainerSection
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600),
-              pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")]
+pytestmark = [*NEEDS_TWO_GPUS, pytest.mark.timeout(600)]
 ELEMENTS = 256 << 20
 """Of bfloat16: a slab of 512 MiB."""
 

@@ -9,6 +9,9 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 """For a module's `pytestmark` and for `pytest.param(..., marks=...)`."""
 
 
+NEEDS_TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")]
+
+
 def needs_gpu(test):
     """The same, of one test."""
     for mark in NEEDS_GPU:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 PROT_NONE = 0
+MEMFD_PREFIX = "rollplex:"
+"""Of the names that people see in /proc."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,7 +41,7 @@ def sealed_memfd(name: str, size_bytes: int) -> int:
     """A zero-filled memfd that can neither shrink nor grow; the caller closes it. Raises ValueError for sizes below 1."""
     if size_bytes < 1:
         raise ValueError(f"a slab of {size_bytes} bytes; it must have at least 1")
-    fd = os.memfd_create(f"rollplex:{name}"[-200:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(f"{MEMFD_PREFIX}{name}"[-200:], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

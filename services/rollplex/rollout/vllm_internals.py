@@ -94,13 +94,13 @@ def aligned_mlp(mlp: nn.Module, x: torch.Tensor, alignment: int = _ALIGNMENT) ->
     return functional.linear(gated, functional.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias)
 
 
-def take_tickets(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The tower is given `take(ticket)` where patches should be and a ticket, which is of integers, was sent."""
+def take_patches(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The tower is given `take(numbers)` where integers were sent in place of patches."""
     embed = model.embed_multimodal
 
     def embed_with_patches(**fields: Any) -> Any:
-        tickets = {name: fields[name] for name in PATCH_FIELDS if name in fields and not fields[name].is_floating_point()}
-        return embed(**fields | {name: take(ticket) for name, ticket in tickets.items()})
+        numbers = {name: fields[name] for name in PATCH_FIELDS if name in fields and not fields[name].is_floating_point()}
+        return embed(**fields | {name: take(found) for name, found in numbers.items()})
 
     model.embed_multimodal = embed_with_patches
 

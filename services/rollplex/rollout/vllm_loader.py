@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rollplex.core.errors import InternalError
-from rollplex.rollout.vllm_internals import align_tower, on_gpu, plain_linear_layers, take_tickets, tensor_parallel_place
+from rollplex.rollout.vllm_internals import align_tower, on_gpu, plain_linear_layers, take_patches, tensor_parallel_place
 
 if TYPE_CHECKING:
     from rollplex.engine.actor import ActorMapping
@@ -74,7 +74,7 @@ class SlabLoader(BaseModelLoader):
         check_placed(model, model.rollplex_actor.mapping.views())
         align_tower(model)
         source = self._source
-        take_tickets(model, PatchReader(source.leader, read_model_config(Path(source.checkpoint)).patch_width,
+        take_patches(model, PatchReader(source.leader, read_model_config(Path(source.checkpoint)).patch_width,
                                         getattr(torch, source.dtype), device).take)
         return model
 

@@ -1,4 +1,4 @@
-"""Patches on their way to vLLM's workers: a memfd that each of them maps, and for vLLM a ticket, a number a patch.
+"""Patches on their way to vLLM's workers: a memfd that each of them maps, and for vLLM a number a patch.
 
 vLLM sends a request's media to its workers by pickle, with every sample's first step: 38 MB for a prompt of 4096 tokens, two or
 three times a group. A worker reads them here once instead, when it computes their features. Legend: S patches, C numbers in one.
@@ -17,13 +17,10 @@ from pathlib import Path
 
 import torch
 
-from rollplex.memory.host_driver import sealed_memfd
+from rollplex.memory.host_driver import MEMFD_PREFIX, sealed_memfd
 
 _ROW_BITS, _FD_BITS = 26, 20
-"""Of a ticket's number; the rest is the put's. Rows: a prompt of 2**26 patches would be 150 GB."""
-
-
-_MEMFD = "memfd:rollplex:"
+"""Of a patch's number; the rest is the put's. Rows: a prompt of 2**26 patches would be 150 GB."""
 
 
 def _name(serial: int) -> str:
@@ -47,7 +44,7 @@ class SharedPatches:
         return (torch.arange(len(patches)) + ((serial << _FD_BITS | fd) << _ROW_BITS))[:, None]
 
     def drop(self, groups: Collection[int] | None = None) -> None:
-        """No ticket of these groups (None: of any) may be used any more. Idempotent."""
+        """No number of these groups (None: of any) may be used any more. Idempotent."""
         for group in list(self._fds) if groups is None else groups:
             for fd in self._fds.pop(group, ()):
                 os.close(fd)
@@ -64,9 +61,9 @@ class PatchReader:
     dtype: torch.dtype
     device: torch.device
 
-    def take(self, ticket: torch.Tensor) -> torch.Tensor:
-        """[S, C] on the device for int64 [S, 1], whose rows may be of several puts. Raises OSError when they were dropped."""
-        numbers = ticket.flatten()
+    def take(self, numbers_S1: torch.Tensor) -> torch.Tensor:
+        """[S, C] on the device for int64 [S, 1], which may be of several puts. Raises OSError when they were dropped."""
+        numbers = numbers_S1.flatten()
         patches = torch.empty(len(numbers), self.width, dtype=self.dtype, pin_memory=self.device.type == "cuda")
         # Rows that follow each other lie in one memfd, one after the other.
         ends = torch.cat([torch.nonzero(numbers.diff() != 1).flatten() + 1, torch.tensor([len(numbers)])])
@@ -79,8 +76,8 @@ class PatchReader:
     def _read(self, number: int, out: torch.Tensor) -> None:
         row, fd, serial = number % (1 << _ROW_BITS), (number >> _ROW_BITS) % (1 << _FD_BITS), number >> _ROW_BITS + _FD_BITS
         with Path(f"/proc/{self.leader}/fd/{fd}").open("rb") as file:
-            # A number is given again once its file is closed.
-            if not Path(f"/proc/self/fd/{file.fileno()}").readlink().name.startswith(f"{_MEMFD}{_name(serial)} "):
+            # A descriptor is given again once its file is closed.
+            if not Path(f"/proc/self/fd/{file.fileno()}").readlink().name.startswith(f"memfd:{MEMFD_PREFIX}{_name(serial)} "):
                 raise FileNotFoundError(errno.ENOENT, "these patches were dropped", file.name)
             # torch has no read-only tensors and would warn of a read-only buffer; nobody writes here.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -44,8 +44,8 @@ class VllmPrompts:
         if self._stream is not None:
             self._stream.synchronize()
         with naming_group(group):
-            tickets = fields.keys() & PATCH_FIELDS if self._shared is not None else ()
-            return engine_input(engine, group.token_ids.tolist(), fields, self._media(group), tickets), inputs.hash()
+            numbered = fields.keys() & PATCH_FIELDS if self._shared is not None else ()
+            return engine_input(engine, group.token_ids.tolist(), fields, self._media(group), numbered), inputs.hash()
 
     def forget(self, groups: Collection[int] | None = None) -> None:
         """By index; None: all. No request of theirs may run any more. Idempotent."""

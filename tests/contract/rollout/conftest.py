@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from engine_rig import served
-from gpu_marks import NEEDS_GPU
+from gpu_marks import NEEDS_GPU, NEEDS_TWO_GPUS
 from replica_rig import VLLM, WORKER, replica_process
 from rollout_rig import actor_mesh
 from tiny_checkpoint import save_tiny
@@ -40,14 +39,12 @@ REPLICAS = {"torch-tp2": (Topology(2, 2), 0), "torch-tp2-q2": (Topology(4, 2), 1
             "vllm-cuda-q2": (Topology(2, 1, device_kind="cuda"), 1)}
 """Engines in processes of their own: degrees and the replica's number. With q = 2 o_proj and down_proj lie transposed."""
 
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")]
-
 
 @pytest.fixture(scope="module", params=[
     *ENGINES,
     *(pytest.param(name, marks=pytest.mark.ranks) for name in ("torch-tp2", "torch-tp2-q2", "vllm-tp2-q2", "vllm-worker")),
     *(pytest.param(name, marks=NEEDS_GPU) for name in ("torch-cuda", "vllm-cuda", "vllm-cuda-worker")),
-    *(pytest.param(name, marks=TWO_GPUS) for name in REPLICAS if name.endswith(("-cuda-tp2", "-cuda-q2")))])
+    *(pytest.param(name, marks=NEEDS_TWO_GPUS) for name in REPLICAS if name.endswith(("-cuda-tp2", "-cuda-q2")))])
 def engine_name(request):
     if request.param.startswith("vllm"):
         pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")

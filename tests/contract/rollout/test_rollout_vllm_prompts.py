@@ -64,7 +64,7 @@ def test_vllms_own_processor_makes_the_same(mesh, bound, kind, fps):
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "video", "mixed"])
-def test_workers_of_other_processes_are_sent_tickets_for_the_same_patches(mesh, bound, kind):
+def test_workers_of_other_processes_are_sent_numbers_of_the_same_patches(mesh, bound, kind):
     from rollplex.rollout.vllm_patches import PatchReader
     from rollplex.rollout.vllm_prompts import VllmPrompts
 

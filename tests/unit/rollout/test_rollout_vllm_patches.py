@@ -1,4 +1,4 @@
-"""What a worker takes for a ticket is what the leader put, in its own process and in another."""
+"""What a worker takes for numbers is what the leader put, in its own process and in another."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def patches(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_a_ticket_stands_for_its_patches(shared, reader):
+def test_numbers_stand_for_their_patches(shared, reader):
     wanted = patches(50, 0)
-    ticket = shared.put(3, wanted)
-    assert ticket.dtype == torch.int64 and ticket.shape == (50, 1)
-    assert torch.equal(reader.take(ticket), wanted)
+    numbers = shared.put(3, wanted)
+    assert numbers.dtype == torch.int64 and numbers.shape == (50, 1)
+    assert torch.equal(reader.take(numbers), wanted)
 
 
-def test_slices_of_several_tickets_in_one_are_their_patches_in_that_order(shared, reader):
+def test_slices_of_several_puts_in_one_are_their_patches_in_that_order(shared, reader):
     """As vLLM cuts the media of a prompt apart and puts those of a step together."""
     first, second = patches(40, 1), patches(30, 2)
-    tickets = shared.put(0, first), shared.put(1, second)
-    joined = torch.cat([tickets[1][10:20], tickets[0][:5], tickets[0][5:9], tickets[0][20:40], tickets[1][20:], tickets[1][:1]])
+    numbers = shared.put(0, first), shared.put(1, second)
+    joined = torch.cat([numbers[1][10:20], numbers[0][:5], numbers[0][5:9], numbers[0][20:40], numbers[1][20:], numbers[1][:1]])
     wanted = torch.cat([second[10:20], first[:9], first[20:40], second[20:], second[:1]])
     assert torch.equal(reader.take(joined), wanted)
 
 
 def test_another_process_takes_them(shared, reader):
     wanted = patches(20, 3)
-    ticket = shared.put(0, wanted)
+    numbers = shared.put(0, wanted)
     code = f"""
         import torch
         from rollplex.rollout.vllm_patches import PatchReader
         reader = PatchReader({os.getpid()}, {WIDTH}, torch.bfloat16, torch.device("cpu"))
-        print(float(reader.take(torch.tensor({ticket[4:9].tolist()})).double().sum()))
+        print(float(reader.take(torch.tensor({numbers[4:9].tolist()})).double().sum()))
     """
     said = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True).stdout
     assert float(said) == float(wanted[4:9].double().sum())
@@ -72,7 +72,7 @@ def test_what_was_dropped_is_gone_and_nothing_else(shared, reader):
     assert torch.equal(reader.take(kept), patches(8, 0))
     with pytest.raises(OSError):
         reader.take(dropped)
-    # The number of a closed file is the next one's.
+    # The descriptor of a closed file is the next one's.
     later = shared.put(2, patches(8, 5))
     with pytest.raises(FileNotFoundError, match="dropped"):
         reader.take(dropped)
