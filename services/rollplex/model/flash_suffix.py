@@ -105,8 +105,9 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: Span, k
              ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, d], logarithm of the softmax's sum, float32 [H, T]). torch's public varlen_attn is this call, but its backward
     pass takes no other set's keys into account."""
+    # At one query a sequence the kernel would cut its work otherwise, and a group's bits depended on which groups it went with.
     out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, queries.starts, keys.starts, queries.longest, keys.longest, 0.0, causal, False)
+        q, k, v, queries.starts, keys.starts, max(queries.longest, 2), keys.longest, 0.0, causal, False)
     return out, log_sum
 
 
