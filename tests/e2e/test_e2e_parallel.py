@@ -59,10 +59,11 @@ def test_a_replay_of_one_rank_is_bit_identical(mesh, recorded, tmp_path):
     assert all(again[name].tobytes() == end[name].tobytes() for name in end)
 
 
-def test_two_training_ranks_over_two_replicas(another_mesh, recorded, prompts, image, tmp_path):
-    """TP_train 2, TP_rollout 1, reference at TP 2; float32 on the same tokens: 1e-3. Then live, with a killed rank."""
+@pytest.mark.parametrize("shared", [False, True], ids=["together", "data parallel"])
+def test_two_training_ranks_over_two_replicas(another_mesh, recorded, prompts, image, tmp_path, shared):
+    """TP_train 2, TP_rollout 1, reference of two ranks; float32 on the same tokens: 1e-3. Then live, with a killed rank."""
     run, journal, start, end = recorded
-    sizes = {"train_tensor_parallel": 2, "reference_tensor_parallel": 2}
+    sizes = {"train_tensor_parallel": 2, "reference_tensor_parallel": 2, "data_parallel": shared}
     with another_mesh(sizes=sizes, coordinator={"replay_journal": str(journal)}) as wide, wide.client as client:
         name = replay(client, run)
         check_one_actor_a_device(wide, client)

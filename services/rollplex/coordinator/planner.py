@@ -63,7 +63,8 @@ class Planner:
             rollout_gpus=self.mesh.topology.replica_count * self.mesh.topology.rollout_tp,
             hbm_bytes=budget or UNLIMITED, host_bytes=UNLIMITED, runtime_bytes=self.mesh.hbm_runtime_bytes, work=work,
             schedule=config.schedule, dtype=self.dtype, reference=config.loss.kl_coef > 0, freeze_vision=rates["vision"] == 0,
-            freeze_decoder=rates["decoder"] == 0, reference_tp=self.mesh.reference_tensor_parallel,
+            freeze_decoder=rates["decoder"] == 0, reference_ranks=self.mesh.reference_tensor_parallel,
+            data_parallel=self.mesh.data_parallel,
             kv_pool_bytes=choices.kv_pool_bytes, ablation=config.ablation)
         plan = make_plan(given, Choice(**choices.as_plan(), activations=config.saved_activations,
                                        suffix_activations=config.suffix_activations))

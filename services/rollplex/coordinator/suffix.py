@@ -72,7 +72,8 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, nam
         for part in orders.in_messages(packs(asked, work.config.suffix_micro_batch_samples)):
             order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
             outcomes = await group.command(order, work.place())
-            for scored in outcomes[0].value.samples:
+            # Of the first rank of each replica: every sample once.
+            for scored in (sample for outcome in outcomes for sample in outcome.value.samples):
                 setattr(work.samples[scored.group_index, scored.sample_index], name, scored.logprobs)
             await work.journal.put_samples(work.key, [sample for one in part for sample in groups[one.group_index]])
 

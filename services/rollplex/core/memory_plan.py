@@ -96,7 +96,7 @@ class Plan:
 
     def planned(self, phase: Phase, without: Container[str] = ()) -> list[PlannedBytes]:
         """`needs` of every device of the plan's topology; what rollout's own devices need is not among it."""
-        topology, ranks = self.given.topology, Sizes(self.given).reference_tp
+        topology, ranks = self.given.topology, Sizes(self.given).reference_ranks
         return [PlannedBytes(name, topology.device_name(device), size) for device in range(topology.train_tp)
                 for name, size in self.needs(phase, {*without, *(OF_REFERENCE if device >= ranks else ())}).items()]
 
@@ -179,7 +179,7 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
     waiting = sizes.prefix_waiting(choice.activations)
     spilled = choice.gradients == "pinned"
     peak = {
-        "actor_snapshot": sizes.training_weights if given.schedule == "disaggregated" else sizes.shared_snapshot,
+        "actor_snapshot": sizes.shared_snapshot,
         "rollout_kv": sizes.rollout_kv,
         "boundary_trainer": sizes.boundary,
         "boundary_reference": sizes.reference_boundary if given.reference else 0,
@@ -223,7 +223,7 @@ def _host(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[str, int]:
     }
     host = {name: size * given.gpus for name, size in of_a_gpu.items()} | {"media": sizes.media}
     if given.reference and choice.reference == "pinned":
-        host["reference_weights"] = sizes.reference_weights * sizes.reference_tp * (given.gpus // given.topology.train_tp)
+        host["reference_weights"] = sizes.reference_weights * sizes.reference_ranks * (given.gpus // given.topology.train_tp)
     return {name: size for name, size in host.items() if size}
 
 
@@ -277,6 +277,8 @@ def _changes(given: PlanInput) -> Iterator[tuple[str, PlanInput]]:
         except BadInput:
             continue
         yield f"--train-tp {train} --rollout-tp {roll}", changed
+    if given.data_parallel and given.topology.q > 1:
+        yield "no --data-parallel (mesh.data_parallel = false)", replace(given, data_parallel=False)
     if given.schedule == "overlap":
         yield "--schedule serial", replace(given, schedule="serial")
 

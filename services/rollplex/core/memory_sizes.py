@@ -90,8 +90,10 @@ class PlanInput:
     freeze_vision: bool = False
     freeze_decoder: bool = False
     moments_dtype: str = "float32"
-    reference_tp: int = 0
-    """Tensor-parallel size of the reference, which sits on the first GPUs of a training group; 0: as training's."""
+    reference_ranks: int = 0
+    """Of the reference, which sits on the first GPUs of a training group; 0: as many as training's."""
+    data_parallel: bool = False
+    """MeshSection.data_parallel: the replicas of a training group share its prompts out."""
     kv_pool_bytes: int = 0
     """Of a GPU: what rollout sets aside for keys and values whatever its samples need; 0: what the samples need."""
     ablation: AblationConfig = field(default_factory=AblationConfig)
@@ -156,8 +158,20 @@ class Sizes:
         return (layout.language_total + layout.vision_total).training_elements * self.item
 
     @property
+    def tp(self) -> int:
+        """Ranks of the trainer that compute a prompt together."""
+        topology = self.given.topology
+        return topology.rollout_tp if self.given.data_parallel else topology.train_tp
+
+    @property
+    def reference_ranks(self) -> int:
+        return self.given.reference_ranks or self.given.topology.train_tp
+
+    @property
     def reference_tp(self) -> int:
-        return self.given.reference_tp or self.given.topology.train_tp
+        """Ranks of the reference that compute a prompt together."""
+        ranks = self.reference_ranks
+        return min(self.given.topology.rollout_tp, ranks) if self.given.data_parallel else ranks
 
     @cached_property
     def reference_weights(self) -> int:
@@ -170,8 +184,9 @@ class Sizes:
 
     @property
     def reference_boundary(self) -> int:
-        """Of one of the reference's ranks: keys and values of all prompts."""
-        return self.groups_per_rank * self.given.work.prompt_tokens * self.kv_token(self.reference_tp)
+        """Of one of the reference's ranks: keys and values of its prompts."""
+        groups = self._groups_of(self.reference_ranks // self.reference_tp)
+        return groups * self.given.work.prompt_tokens * self.kv_token(self.reference_tp)
 
     @cached_property
     def rollout_weights(self) -> int:
@@ -187,7 +202,10 @@ class Sizes:
 
     @property
     def gradients(self) -> int:
-        return self.trainable * self.state_item
+        """Where replicas share prompts out, also of the parameters that their own state is not of."""
+        given, topology = self.given, self.given.topology
+        others = topology.q - 1 if given.data_parallel and not given.freeze_decoder else 0
+        return (self.trainable + others * given.layout.language_total.training_elements) * self.state_item
 
     @property
     def master(self) -> int:
@@ -219,18 +237,22 @@ class Sizes:
 
     @property
     def groups_per_rank(self) -> int:
-        """Prompts that one training group works through."""
-        return -(-self.given.work.groups // (self.given.gpus // self.given.topology.train_tp))
+        """Prompts that a rank of the trainer works on."""
+        return self._groups_of(self.given.topology.train_tp // self.tp)
+
+    def _groups_of(self, replicas: int) -> int:
+        """Of a training group's prompts, where so many replicas share them out."""
+        return -(-self.given.work.groups // (self.given.gpus // self.given.topology.train_tp * replicas))
 
     @property
     def boundary(self) -> int:
         """One role's keys and values of all prompts."""
-        return self.groups_per_rank * self.given.work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+        return self.groups_per_rank * self.given.work.prompt_tokens * self.kv_token(self.tp)
 
     @property
     def boundary_gradients(self) -> int:
         """Of the groups whose suffixes are in work."""
-        return self.given.work.packed_groups * self.longest_prompt * self.kv_token(self.given.topology.train_tp)
+        return self.given.work.packed_groups * self.longest_prompt * self.kv_token(self.tp)
 
     @property
     def group_kv(self) -> int:
@@ -290,14 +312,14 @@ class Sizes:
         tokens = work.packed_samples * work.response_tokens
         kept = self._inputs(tokens)
         if saved == "keep":
-            boundary = work.packed_groups * work.prompt_tokens * self.kv_token(self.given.topology.train_tp)
+            boundary = work.packed_groups * work.prompt_tokens * self.kv_token(self.tp)
             kept = shapes.layer_count * self._layer_kept(tokens) + boundary
         return kept + tokens * self._norm_kept(shapes.hidden_size) + self.layer_working_set(tokens) + self.logits(tokens)
 
     def logits(self, tokens: int) -> int:
         """Of one chunk of so many tokens, with their gradient, in float32."""
-        tp = self.given.topology.train_tp
-        return 3 * min(tokens, LOGIT_CHUNK_TOKENS) * (self.given.shapes.padded_vocab(tp) // tp) * self.state_item
+        rows = self.given.shapes.padded_vocab(self.given.topology.train_tp) // self.tp
+        return 3 * min(tokens, LOGIT_CHUNK_TOKENS) * rows * self.state_item
 
     @property
     def prefix_working_set(self) -> int:
@@ -327,14 +349,14 @@ class Sizes:
 
     def layer_working_set(self, tokens: int) -> int:
         """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once."""
-        shapes, tp = self.given.shapes, self.given.topology.train_tp
+        shapes, tp = self.given.shapes, self.tp
         gradients = 2 * shapes.hidden_size + 3 * shapes.intermediate_size // tp
         return self._layer_kept(tokens) + tokens * self.item * gradients
 
     def _layer_kept(self, tokens: int) -> int:
         """What a decoder layer saves, cut where TP cuts it: of each norm the input in float32 and two outputs; queries, attention
         output, keys and values; of the MLP gate, its activation, up and their product. As counted by trainer.saved_bytes."""
-        shapes, tp = self.given.shapes, self.given.topology.train_tp
+        shapes, tp = self.given.shapes, self.tp
         heads = 2 * shapes.head_count * shapes.head_size + 2 * max(tp, shapes.kv_head_count) * shapes.head_size
         return tokens * (2 * self._norm_kept(shapes.hidden_size) + self.item * ((heads + 4 * shapes.intermediate_size) // tp))
 

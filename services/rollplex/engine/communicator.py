@@ -1,4 +1,4 @@
-"""A role's tensor-parallel communicator: made for one epoch, broken by the first failure, made again for the next.
+"""A role's communicator: made for one epoch, broken by the first failure, made again for the next.
 
 A rank that dies, fails or falls behind ends the command of every other one with an error that names it and the phase: a dead
 process closes its sockets, a failing one leaves the group, and every collective has a deadline. On a GPU, where nobody hears a
@@ -12,7 +12,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from rollplex.core.errors import Aborted, DeadlineExceeded, RollplexError, Unavailable, as_domain_error
 from rollplex.core.phases import Phase
+from rollplex.core.work import PreparedGroup
 from rollplex.engine.meeting import Meeting, meet
 from rollplex.engine.peer_watch import PeerWatch
-from rollplex.model import destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
-from rollplex.model.parallel import group_error
+from rollplex.model import Ranks, destroy_tensor_parallel, init_tensor_parallel
+from rollplex.model.parallel import Group
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +39,14 @@ _DEATH_WAIT_S = 2.0
 class Communicator:
     """Owner thread only, but for `announce`. At size 1 there is nothing to do, and every method does it."""
 
-    def __init__(self, role: str, rank: int, size: int, rendezvous: Path, *, timeout_s: float, device: str = "cpu") -> None:
+    def __init__(self, role: str, rank: int, size: int, rendezvous: Path, *, timeout_s: float, device: str = "cpu",
+                 tensor_size: int = 0) -> None:
         """`rendezvous`: directory that the ranks share. `timeout_s`: of a meeting, and of each collective. `device`: where the
-        tensors of collectives lie, as torch names it."""
+        tensors of collectives lie, as torch names it. `tensor_size`: Ranks.tensor_size; 0: all ranks."""
         self.role, self.rank, self.size = role, rank, size
-        self.use_group: Callable[[dist.ProcessGroup], None] = lambda group: None
-        """Called with the group of every new epoch."""
+        self.ranks = Ranks(rank, size, tensor_size or size)
+        self.use_group: Callable[[Group], None] = lambda group: None
+        """Called with the tensor-parallel group of every new epoch."""
         self._folder, self._timeout_s, self._device = rendezvous / role, timeout_s, device
         self._announced, self._entered, self._commands = 0, 0, 0
         self._meeting: Meeting | None = None
@@ -69,6 +72,7 @@ class Communicator:
                             if found.rank != self.rank}
             init_tensor_parallel(self.rank, self.size, timeout_s=self._timeout_s, device=self._device, asks_errors=True,
                                  store=dist.FileStore(str(self._meeting.folder / "store"), self.size))
+            self.ranks.meet(self._timeout_s, self._device)
             self._watch_peers(self._meeting)
         except Exception as error:  # noqa: BLE001 - nobody waits for this call; the first command that needs the group says why
             what = str(error) if isinstance(error, RollplexError) else f"{type(error).__name__}: {error}"
@@ -76,7 +80,7 @@ class Communicator:
                                     reason="NO_COMMUNICATOR", epoch=epoch))
             log.warning("%s", self._unusable)
             return
-        self.use_group(tensor_parallel_group())
+        self.use_group(self.ranks.tensor)
         self._entered, self._commands, self._unusable = epoch, 0, None
 
     @contextmanager
@@ -129,6 +133,13 @@ class Communicator:
         dist.all_gather(parts, padded)
         return [json.loads(part[:count].cpu().numpy().tobytes()) for part, count in zip(parts, counts)]
 
+    def in_order(self, groups: Sequence[PreparedGroup], own: Sequence[str]) -> tuple[str, ...]:
+        """A word for each group, of those that this replica's ranks have for `ranks.own(groups)`. Inside `together`."""
+        if self.ranks.replicas == 1:
+            return tuple(own)
+        by_replica = [iter(words) for words in self.all_gather(list(own))[:self.ranks.replicas]]
+        return tuple(next(by_replica[self.ranks.replica_of(group)]) for group in groups)
+
     def close(self) -> None:
         self._announced = CLOSING
         if self.size > 1:
@@ -136,7 +147,7 @@ class Communicator:
 
     def _watch_peers(self, meeting: Meeting) -> None:
         if torch.device(self._device).type == "cuda":
-            self._watch = PeerWatch(self._pidfds, lambda rank: meeting.read("left", rank), tensor_parallel_group().abort)
+            self._watch = PeerWatch(self._pidfds, lambda rank: meeting.read("left", rank), self.ranks.abort)
 
     def _still_wanted(self, epoch: int) -> None:
         if self._announced != epoch:
@@ -145,7 +156,7 @@ class Communicator:
     def _raise_if_broken(self) -> None:
         """Collectives that were aborted leave garbage behind and no error."""
         lost = self._watch is not None and self._watch.lost
-        if what := "a rank was lost" if lost else group_error():
+        if what := "a rank was lost" if lost else self.ranks.error():
             raise dist.DistError(f"collectives were aborted: {what}")
 
     def _leave(self, why: RollplexError) -> None:

@@ -21,6 +21,7 @@ from rollplex.model.parallel import Seat, destroy_tensor_parallel, init_tensor_p
 from rollplex.model.parameters import module_of
 from rollplex.model.positions import mrope_positions
 from rollplex.model.prefix import prefix_forward
+from rollplex.model.ranks import Ranks
 from rollplex.model.shard import Shard
 from rollplex.model.suffix import suffix_forward
 from rollplex.model.tower_share import summed_over_ranks
@@ -38,6 +39,7 @@ __all__ = [
     "PackedSuffix",
     "Part",
     "PromptInputs",
+    "Ranks",
     "Seat",
     "Shard",
     "VisionLanguageModel",

@@ -1,4 +1,4 @@
-"""Tensor-parallel process groups: torch.distributed's default group is the process's one TP group.
+"""Process groups: torch.distributed's default group is that of a role's ranks, which are one TP group or several (ranks.py).
 
 Megatron-Core's layers are given the group explicitly; its parallel_state, with a dozen groups of its own, is not needed.
 """
@@ -6,6 +6,7 @@ Megatron-Core's layers are given the group explicitly; its parallel_state, with 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlparse
@@ -85,12 +86,12 @@ def destroy_tensor_parallel() -> None:
         dist.destroy_process_group()
 
 
-def group_error() -> str:
+def group_error(group: dist.ProcessGroup) -> str:
     """What broke the group's collectives, as NCCL's watchdog found it: it raises nowhere by itself, and what was being received
     is then garbage. Empty while all is well; gloo raises where it happens."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl" or not _tells_errors():
+    if dist.get_backend(group) != "nccl" or not _tells_errors():
         return ""
-    found = dist.group.WORLD._get_backend(torch.device("cuda")).get_error()
+    found = group._get_backend(torch.device("cuda")).get_error()
     return "" if "SUCCESS" in str(found) else str(found)
 
 
@@ -109,6 +110,12 @@ def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
 def tensor_parallel_group() -> dist.ProcessGroup:
     """The group that init_tensor_parallel made."""
     return dist.group.WORLD
+
+
+def sub_group(ranks: Sequence[int], timeout: timedelta, device: torch.device | str) -> dist.ProcessGroup:
+    """Of some of the default group's ranks, all of which call this, with the same ranks."""
+    options = _nccl_options(timeout) if torch.device(device).type == "cuda" else None
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
 
 
 def _open_store(store: str | None, size: int) -> dist.Store:

@@ -64,7 +64,8 @@ class ReferenceEngine:
                  residency: str = "paged", prefix_stream: PrefixStream | None = None) -> None:
         """`layout_facts` are those of the mesh's actor, which the reference does not map: they show that all have one model.
         `device`: Topology.device_name of where it computes; the model is there. `residency`: ReferenceSection.weights."""
-        self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
+        self.rank, self.tensor_parallel_size = communicator.rank, communicator.size
+        self._ranks = communicator.ranks
         self.layout_facts, self.layout_hash = layout_facts, digest(layout_facts)
         self.open_run_name, self.bound_snapshot = "", -1
         self._session, self._reader, self._model, self._weights = session, reader, model, weights
@@ -99,15 +100,15 @@ class ReferenceEngine:
 
     @torch.inference_mode()
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
-        """Keeps each group's boundary, by group_index; one that was there is replaced.
+        """Keeps each group's boundary, by group_index, of several replicas each its own groups'; one that was there is replaced.
 
         Raises WrongState without an open run, DataLoss for a prompt that is not the coordinator's.
         """
         with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._check_open()
-            hashes = []
+            own, hashes = self._ranks.own(groups), []
             with self._weights_there():
-                for done, group in enumerate(groups, start=1):
+                for done, group in enumerate(own, start=1):
                     context.check()
                     inputs = self._reader.read(group)
                     boundary = prefix_forward(self._model, inputs.to(self._device), limit=self._prefix_stream)
@@ -116,25 +117,29 @@ class ReferenceEngine:
                     self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
                     hashes.append(inputs.hash())
                     crash_point("reference.prefix.group")
-                    context.progress(done, len(groups), "groups")
+                    context.progress(done, len(own), "groups")
             self._rest()
+            found = self.communicator.in_order(groups, hashes)
         self._report.at_barrier()
-        return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
+        return work.PrefixResult(found, self._arena.held_bytes(BOUNDARY), 0)
 
     @torch.inference_mode()
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
-        """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids; from rank 0 alone.
+        """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids; of the
+        replica's groups, from its first rank.
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
         """
         with self._together(Phase.SUFFIX, "score_suffix"):
             self._check_open()
-            self._check_scorable(groups, temperature)
+            own = self._ranks.own(groups)
+            self._check_scorable(own, temperature)
             samples: list[work.SampleLogprobs] = []
             with self._weights_there():
                 done = 0
-                for pack in packs(groups, self._micro_batch_samples):
+                # A pack is all ranks', as in the trainer.
+                for pack in filter(None, map(self._ranks.own, packs(groups, self._micro_batch_samples))):
                     context.check()
                     samples += self._score(pack, temperature)
                     for group in pack:
@@ -142,9 +147,9 @@ class ReferenceEngine:
                             self._release(group.group_index)
                         crash_point("reference.score.group")
                     done += len(pack)
-                    context.progress(done, len(groups), "groups")
+                    context.progress(done, len(own), "groups")
         self._report.at_barrier()
-        return work.ScoreResult(tuple(samples) if self.rank == 0 else ())
+        return work.ScoreResult(tuple(samples) if self._ranks.tensor_rank == 0 else ())
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
         """Drops every boundary."""

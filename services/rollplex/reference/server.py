@@ -18,7 +18,7 @@ from rollplex.memory.client import BrokerSession
 from rollplex.memory.drivers import driver_of
 from rollplex.model import (
     ActorLayout,
-    Seat,
+    Ranks,
     VisionLanguageModel,
     destroy_tensor_parallel,
     init_tensor_parallel,
@@ -46,25 +46,25 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     bound_allocator(computes_on, budget_gib=mesh.hbm_budget_gib, share_gib=section.hbm_share_gib)
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
+    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
+                                device=str(computes_on), tensor_size=mesh.tensor_size("reference"))
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), computes_on,
-                                group=Seat(rank, size) if size > 1 else tensor_parallel_group())
+                                group=communicator.ranks.tensor if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
                                     role="reference")
-    weights = open_weights(section.weights, device, session, model, checkpoint, rank)
+    weights = open_weights(section.weights, device, session, model, checkpoint, communicator.ranks)
     reader = PromptReader(session, processor, model_config, computes_on)
     actor = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, topology.train_tp)
-    communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
-                                device=str(computes_on))
     return ReferenceEngine(session, reader, model, weights, communicator, layout_facts(model_config, actor),
                            device=device, residency=section.weights, suffix_tokens=section.suffix_tokens,
                            prefix_stream=open_prefix_stream(mesh, rank))
 
 
-def open_weights(residency: str, device: str, session: BrokerSession, model: VisionLanguageModel, checkpoint: Path, rank: int
-                 ) -> Weights:
+def open_weights(residency: str, device: str, session: BrokerSession, model: VisionLanguageModel, checkpoint: Path,
+                 ranks: Ranks) -> Weights:
     """`resident`: a slab of the device's own. `paged`: a host slab, which the CPU reads where it lies."""
     home = device if residency == "resident" else "host"
-    weights = ReferenceWeights(session, model.config, model.layout, checkpoint, rank=rank, device=home)
+    weights = ReferenceWeights(session, model.config, model.layout, checkpoint, ranks, device=home)
     return PagedWeights(weights, driver_of(device)) if is_cuda(device) and home == "host" else weights
 
 
@@ -79,6 +79,7 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_reference,
                          drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
                          warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
-                                         config.mesh.topology.device_name(rank), trains=False, ranks=size)))
+                                         config.mesh.topology.device_name(rank), trains=False,
+                                         ranks=config.mesh.tensor_size("reference"))))
     finally:
         destroy_tensor_parallel()

@@ -17,7 +17,7 @@ from rollplex.engine.layout_hash import layout_hash
 from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.mapping import MappedSlab
-from rollplex.model import ActorLayout, ModelConfig, load_into
+from rollplex.model import ActorLayout, ModelConfig, Ranks, load_into
 
 OBJECT_CLASS = "reference_weights"
 SEAL_BYTES = 32
@@ -35,15 +35,17 @@ class ReferenceWeights:
     """Device memory beside the slab while `mapped`."""
 
     def __init__(self, session: BrokerSession, config: ModelConfig, layout: ActorLayout,
-                 checkpoint: Path, *, rank: int = 0, device: str = "host") -> None:
-        self.name = f"reference/weights/{device}" + (f"/{rank}" if layout.tp > 1 else "")
+                 checkpoint: Path, ranks: Ranks | None = None, *, device: str = "host") -> None:
+        """`ranks`: absent for a reference of one rank."""
+        ranks = ranks or Ranks(0, 1, 1)
+        self.name = f"reference/weights/{device}" + (f"/{ranks.rank}" if ranks.size > 1 else "")
         self.layout, self.size_bytes = layout, layout.size_bytes + SEAL_BYTES
         self.was_loaded = False
         """Whether `open` read the checkpoint, rather than finding the slab of an earlier process."""
         self._session, self._config = session, config
         self.device = device
         """Where the slab is."""
-        self._checkpoint, self._rank = checkpoint, rank
+        self._checkpoint, self._rank = checkpoint, ranks.tensor_rank
         self._mapped = MappedSlab(driver_of(device), self.size_bytes)
         self._lease: SlabLease | None = None
         self._rollout_views = {name: self._mapped.tensor(place) for name, place in layout.placements("").items()}

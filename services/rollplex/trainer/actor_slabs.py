@@ -54,6 +54,10 @@ class ActorSlabs:
         """This rank's parameters in its own device's slab, by training name."""
         return self._layout.training_views(self.own.views(), self._part)
 
+    def shard_views(self) -> dict[str, torch.Tensor]:
+        """The device's whole rollout shard, by training name."""
+        return self._layout.segment_views(self.own.views())
+
     def targets(self) -> dict[str, list[torch.Tensor]]:
         """Flat views of this rank's parameters wherever it writes them, in the order in which their bytes lie."""
         by_part = {part: self._layout.training_views(mapping.views(), self._part)

@@ -17,19 +17,19 @@ from rollplex.memory.client import BrokerSession, SlabLease
 from rollplex.memory.drivers import driver_of
 from rollplex.memory.host_registration import HostRegistration
 from rollplex.memory.mapping import MappedSlab
-from rollplex.model import ActorLayout, VisionLanguageModel, module_of
+from rollplex.model import ActorLayout, module_of
 from rollplex.trainer.flip_log import log_bytes
 from rollplex.trainer.optimizer_state import StateLayout
 
 
-def plan_state(model: VisionLanguageModel, config: OptimizerConfig) -> StateLayout:
-    """The state layout of what this config trains: nothing is kept for a frozen module."""
+def plan_state(layout: ActorLayout, config: OptimizerConfig, replicas: int = 1) -> StateLayout:
+    """The state layout of what this config trains: nothing is kept for a frozen module. `replicas`: Ranks.replicas."""
     rates = config.module_learning_rates()
-    layout = model.layout
     names = [part.name for tensor in layout.tensors.values() for part in tensor.parts]
-    counts = tuple((name, math.prod(model.shards[name].shape)) for name in names if rates[module_of(name)])
+    counts = tuple((name, math.prod(layout.shards[name].shape)) for name in names if rates[module_of(name)])
     dtype = "float64" if layout.dtype == "float64" else "float32"
-    return StateLayout(counts, config.chunk_elements, dtype)
+    cut = sum(count for name, count in counts if layout.shards[name].axis is not None)
+    return StateLayout(counts, config.chunk_elements, dtype, cut * (replicas - 1))
 
 
 class HeldSlab:

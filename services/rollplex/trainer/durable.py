@@ -22,7 +22,7 @@ from rollplex.core import checkpoints, work
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import Aborted, DeadlineExceeded, NotFound, RollplexError, WrongState, as_domain_error
 from rollplex.core.placement import ITEM_BYTES
-from rollplex.model import VisionLanguageModel
+from rollplex.model import ActorLayout, ModelConfig
 from rollplex.model.checkpoint import copy_companions, disk_name, load_part, unpadded
 from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.optimizer_state import OptimizerState
@@ -38,14 +38,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class DurableCheckpoints:
     """One writer at a time. `begin`, `wait`, `restore` and `stop` on the owner thread, `outcome` on any."""
 
-    def __init__(self, model: VisionLanguageModel, source: Path, device: torch.device) -> None:
-        """`source`: the model's checkpoint, for configuration, tokenizer and processor files."""
-        self._model, self._source, self._device = model, source, device
+    def __init__(self, config: ModelConfig, layout: ActorLayout, rank: int, source: Path, device: torch.device) -> None:
+        """`rank`: whose part it is. `source`: the model's checkpoint, for configuration, tokenizer and processor files."""
+        self._config, self._layout, self._rank, self._source, self._device = config, layout, rank, source, device
         self._under_way: tuple[str, Future[work.WrittenPart], threading.Event] | None = None
 
     def digest(self, state: OptimizerState) -> str:
         trained = [name for name, _ in state.layout.element_counts]
-        return checkpoints.layout_digest(self._shapes(self._model.shards), trained, self._model.layout.dtype)
+        return checkpoints.layout_digest(self._shapes(self._layout.shards), trained, self._layout.dtype)
 
     def begin(self, path: Path, views: Mapping[str, torch.Tensor], state: OptimizerState) -> int:
         """Starts to write into `path`; the bytes that this rank will write. An earlier writer is stopped first.
@@ -61,9 +61,9 @@ class DurableCheckpoints:
         thread = threading.Thread(target=self._run, args=(future, stopping, path, views, state), name="checkpoint", daemon=True)
         self._under_way = str(path), future, stopping
         thread.start()
-        elements = sum(math.prod(shard.shape) for shard in self._mine(self._model.shards).values())
-        stated = sum(count for name, count in state.layout.element_counts if name in self._mine(self._model.shards))
-        return elements * ITEM_BYTES[self._model.layout.dtype] + 3 * stated * ITEM_BYTES[state.layout.dtype]
+        elements = sum(math.prod(shard.shape) for shard in self._mine(self._layout.shards).values())
+        stated = sum(count for name, count in state.layout.element_counts if name in self._mine(self._layout.shards))
+        return elements * ITEM_BYTES[self._layout.dtype] + 3 * stated * ITEM_BYTES[state.layout.dtype]
 
     def outcome(self, path: str) -> Future[work.WrittenPart]:
         """Raises NotFound when another process, or nobody, writes there."""
@@ -104,18 +104,18 @@ class DurableCheckpoints:
         if digest != self.digest(state):
             raise WrongState(f"{path} is of another model or dtype, or trains other modules than this run",
                              reason="CHECKPOINT_MISMATCH", path=path)
-        model = self._model
-        actor.load(path / checkpoints.WEIGHTS, model.config, state)
+        layout = self._layout
+        actor.load(path / checkpoints.WEIGHTS, self._config, state)
         names = [name for name, _ in state.layout.element_counts]
         for row, file in enumerate(checkpoints.STATE_FILES):
             with safe_open(str(path / file), framework="pt", device="cpu") as opened:
                 for name in names:
-                    shard = model.shards[name]
+                    shard = layout.shards[name]
                     part = torch.empty(shard.shape, dtype=getattr(torch, state.layout.dtype))
-                    load_part(name, opened.get_slice(name), part, shard, model.tp_rank, model.config)
-                    state.set_row(row, name, model.layout.stored(name, part))
+                    load_part(name, opened.get_slice(name), part, shard, self._rank, self._config)
+                    state.set_row(row, name, layout.stored(name, part))
         state.restore_step(optimizer_step)
-        return 3 * state.layout.element_count * ITEM_BYTES[state.layout.dtype] + model.layout.size_bytes
+        return 3 * state.layout.element_count * ITEM_BYTES[state.layout.dtype] + layout.size_bytes
 
     def _run(self, future: Future[work.WrittenPart], stopping: threading.Event, path: Path,
              views: Mapping[str, torch.Tensor], state: OptimizerState) -> None:
@@ -129,7 +129,7 @@ class DurableCheckpoints:
                 crash_point("trainer.checkpoint.weights_written")
                 size_bytes += self._write_state(path, state, check)
                 crash_point("trainer.checkpoint.state_written")
-            part = work.WrittenPart(size_bytes, self.digest(state), self._model.layout.dtype, state.layout.dtype)
+            part = work.WrittenPart(size_bytes, self.digest(state), self._layout.dtype, state.layout.dtype)
         except BaseException as error:  # noqa: BLE001 - goes to whoever asks for the outcome
             future.set_exception(_as_ours(error, path))
         else:
@@ -137,19 +137,19 @@ class DurableCheckpoints:
 
     def _write_weights(self, folder: Path, views: Mapping[str, torch.Tensor], check) -> int:
         folder.mkdir(parents=True, exist_ok=True)
-        layout, rank = self._model.layout, self._model.tp_rank
+        layout, rank = self._layout, self._rank
         if rank == 0:
             copy_companions(self._source, folder, layout.dtype)
-        shapes = {disk_name(name): shape for name, shape in self._shapes(self._model.shards).items()}
+        shapes = {disk_name(name): shape for name, shape in self._shapes(self._layout.shards).items()}
         with _written(WholeFile(folder / "model.safetensors", shapes, layout.dtype, first=rank == 0, check=check)) as file:
-            for name, shard in self._mine(self._model.shards).items():
+            for name, shard in self._mine(self._layout.shards).items():
                 for start, block in _blocks(views[name]):
                     file.write(disk_name(name), shard, rank, start, block)
         return file.written_bytes
 
     def _write_state(self, path: Path, state: OptimizerState, check) -> int:
-        layout, rank = self._model.layout, self._model.tp_rank
-        shards = {name: self._model.shards[name] for name, _ in state.layout.element_counts}
+        layout, rank = self._layout, self._rank
+        shards = {name: self._layout.shards[name] for name, _ in state.layout.element_counts}
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(_written(WholeFile(path / name, self._shapes(shards), state.layout.dtype,
                                                             first=rank == 0, check=check)))
@@ -167,12 +167,12 @@ class DurableCheckpoints:
 
     def _mine(self, shards: Mapping) -> dict:
         """What this rank writes: of pieces that several hold, the first holder's."""
-        rank = self._model.tp_rank
+        rank = self._rank
         return {name: shard for name, shard in shards.items() if (shard.first_holder(rank) if shard.axis is not None
                                                                   else rank == 0)}
 
     def _shapes(self, shards: Mapping) -> dict[str, tuple[int, ...]]:
-        return {name: unpadded(name, shard, self._model.config) for name, shard in shards.items()}
+        return {name: unpadded(name, shard, self._config) for name, shard in shards.items()}
 
     def _own_stream(self) -> contextlib.AbstractContextManager:
         """On a GPU, copies to the host wait for nothing that computes, and nothing waits for them."""

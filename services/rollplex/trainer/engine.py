@@ -29,6 +29,7 @@ from rollplex.model.manifest import build_manifest, check_manifest, check_replic
 from rollplex.trainer import custody, export
 from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.durable import DurableCheckpoints
+from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
 from rollplex.trainer.run_state import GradientStage, RunState
 from rollplex.trainer.suffixes import SuffixRunner
@@ -47,7 +48,8 @@ class TrainerEngine:
                  checkpoint: Path, communicator: Communicator, *, logprob_chunk_tokens: int, offload_pool_bytes: int,
                  gradients: str = "host", check_hashes: bool = False, prefix_stream: PrefixStream | None = None) -> None:
         """`gradients`: where they lie, `hbm` or `host` (TrainerSection.gradients)."""
-        self.rank, self.tensor_parallel_size = model.tp_rank, model.tp_size
+        self.rank, self.tensor_parallel_size = communicator.rank, communicator.size
+        self._ranks = communicator.ranks
         self.layout_facts = layout_facts(model.config, model.layout)
         self.layout_hash = digest(self.layout_facts)
         self.open_run_name, self.bound_snapshot = "", -1
@@ -58,13 +60,13 @@ class TrainerEngine:
         self._gradients_at, self._device = gradients, torch.device(torch_device(actor.device))
         self._arena = Arena(self.role, actor.device)
         self._report = ResidencyReport(session, self._arena)
-        self.durable = DurableCheckpoints(model, checkpoint, self._device)
+        self.durable = DurableCheckpoints(model.config, model.layout, self.rank, checkpoint, self._device)
         self._prefixes = Prefixes(model, self._arena, prefix_stream)
-        self._views = actor.views()
         self._config = RunConfig()
         self._state: RunState | None = None
         self._pool: PinnedPool | None = None
         # The views keep their addresses for ever, so parameters are bound once; a bind only maps pages behind them.
+        self._views = actor.shard_views() if self._ranks.replicas > 1 else actor.views()
         model.bind(self._views)
         check_manifest(build_manifest(model.layout, self.rank), actor.own.views())
         self.communicator = communicator
@@ -87,13 +89,14 @@ class TrainerEngine:
         return work.OpenRunResult(self._actor.own.slab, self._model.layout.size_bytes, snapshot if attach else 0, whole)
 
     def _open_slabs(self, run: str, config: RunConfig, attach: bool) -> None:
-        device, layout = self._actor.device, custody.plan_state(self._model, config.streamed_optimizer)
+        device = self._actor.device
+        layout = custody.plan_state(self._model.layout, config.streamed_optimizer, self._ranks.replicas)
         if not attach:
             custody.delete_earlier(self._session, self.rank, self.tensor_parallel_size)
             custody.create_slabs(self._session, self.rank, layout, self._model.layout, device, run, self._gradients_at,
                                  device if config.ablation.no_state_offload else "host")
             crash_point("trainer.open.created")
-        self._state = RunState(self._session, self._model, layout, run, new=not attach, device=device,
+        self._state = RunState(self._session, self._model, self._ranks, layout, run, new=not attach, device=device,
                                gradients=self._gradients_at)
         self._actor.open(run)
         self._config = config
@@ -133,7 +136,8 @@ class TrainerEngine:
             raise wrong
 
     def materialize_prefix(self, context: work.WorkContext, groups: Sequence[work.PreparedGroup]) -> work.PrefixResult:
-        """Opens a mini-batch: drops older boundaries and gradients that were not applied, then runs every group's prefix.
+        """Opens a mini-batch: drops older boundaries and gradients that were not applied, then runs every group's prefix; of
+        several replicas each its own groups'.
 
         Raises WrongState while no snapshot is bound or an update is half applied, DataLoss for a prompt unlike the coordinator's.
         """
@@ -142,14 +146,17 @@ class TrainerEngine:
             state.require_whole()
             self._prefixes.release_all()
             state.discard_gradients()
-            hashes = self._prefixes.materialize(context, self._reader, groups, self._config.saved_activations, self._pool)
+            own = self._prefixes.materialize(context, self._reader, self._ranks.own(groups), self._config.saved_activations,
+                                             self._pool)
+            hashes = self.communicator.in_order(groups, own)
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
             return work.PrefixResult(hashes, self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
 
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
-        """Log-probabilities under the bound snapshot: the old policy of several updates. In request order.
+        """Log-probabilities under the bound snapshot: the old policy of several updates. In request order, of the replica's
+        groups, from its first rank.
 
         Raises BadInput for a temperature of 0 or below, WrongState for a group without boundary, before scoring any.
         """
@@ -161,7 +168,7 @@ class TrainerEngine:
             runner.check(groups)
             samples = runner.score(context, groups, temperature, keep_boundaries=keep_boundaries)
             self._report.send()
-            return work.ScoreResult(tuple(samples))
+            return work.ScoreResult(tuple(samples) if self._ranks.tensor_rank == 0 else ())
 
     def train_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], scale: work.LossScale
                      ) -> work.SuffixResult:
@@ -180,7 +187,16 @@ class TrainerEngine:
             state.begin_summing()
             metrics = runner.train(context, ordered, scale)
             self._report.send()
-            return work.SuffixResult(metrics.result())
+            return work.SuffixResult(self._of_all_replicas(metrics).result())
+
+    def _of_all_replicas(self, metrics: MetricSums) -> MetricSums:
+        """Every replica's, in their order; their first ranks are the first ones."""
+        if self._ranks.replicas == 1:
+            return metrics
+        merged = MetricSums()
+        for sums in self.communicator.all_gather(metrics.settled())[:self._ranks.replicas]:
+            merged.merge(MetricSums.of(sums))
+        return merged
 
     def measure_gradient(self, context: work.WorkContext) -> work.GradientResult:
         """Global L2 norm over the trainable parameters. Closes the mini-batch: nothing may be added until it is applied.
@@ -238,7 +254,7 @@ class TrainerEngine:
         """
         with self._together(Phase.IDLE, "export_checkpoint"):
             self._require_bound()
-            size_bytes = export.write(self._checkpoint, path, self._model, self._views)
+            size_bytes = export.write(self._checkpoint, path, self._model, self._ranks, self._views)
         return work.CheckpointResult(str(path), size_bytes)
 
     def write_checkpoint(self, context: work.WorkContext, path: Path) -> work.CheckpointResult:
@@ -246,7 +262,7 @@ class TrainerEngine:
         the end. Raises WrongState while an update is half applied."""
         state = self._require_bound()
         state.require_whole()
-        size_bytes = self.durable.begin(path, self._views, state.optimizer)
+        size_bytes = self.durable.begin(path, self._actor.views(), state.optimizer)
         crash_point("trainer.checkpoint.begun")
         return work.CheckpointResult(str(path), size_bytes)
 
@@ -304,8 +320,8 @@ class TrainerEngine:
             finish_work(self._device)
 
     def _runner(self) -> SuffixRunner:
-        return SuffixRunner(self._model, self._arena, self._prefixes, self._config.loss, self._config.sampling.temperature,
-                            self._config.suffix_micro_batch_samples, self._chunk_tokens,
+        return SuffixRunner(self._model, self._ranks, self._arena, self._prefixes, self._config.loss,
+                            self._config.sampling.temperature, self._config.suffix_micro_batch_samples, self._chunk_tokens,
                             self._config.suffix_activations)
 
     def _require_state(self) -> RunState:

@@ -8,14 +8,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rollplex.model import VisionLanguageModel, save_checkpoint
+from rollplex.model import Ranks, VisionLanguageModel, save_checkpoint
 
 
-def write(source: Path, path: Path, model: VisionLanguageModel, views: Mapping[str, torch.Tensor]) -> int:
-    """Writes `path`, whole or not at all, and returns its bytes; 0 on ranks that do not write.
+def write(source: Path, path: Path, model: VisionLanguageModel, ranks: Ranks, views: Mapping[str, torch.Tensor]) -> int:
+    """Writes `path`, whole or not at all, and returns its bytes; 0 on ranks that do not write. The first replica does.
 
-    `source` gives configuration, tokenizer and processor files. Raises BadInput when `path` exists and is not an empty directory.
+    `views`: what the model binds. `source` gives configuration, tokenizer and processor files. Raises BadInput when `path` exists
+    and is not an empty directory.
     """
+    if ranks.replica:
+        return 0
+
     def gather(name: str, local: torch.Tensor) -> Sequence[torch.Tensor] | None:
         # NCCL moves bytes in order, whatever a tensor's strides say, and gets no mapped slab: a copy, contiguous.
         local = local.clone(memory_format=torch.contiguous_format)

@@ -38,6 +38,8 @@ class StateLayout:
     chunk_elements: int
     dtype: str
     """Of master and moments: float32, or float64 for a float64 model."""
+    other_elements: int = 0
+    """Of gradients whose state other ranks have: this rank's groups have them, too, where replicas share groups out."""
 
     @cached_property
     def chunks(self) -> list[Chunk]:
@@ -82,7 +84,7 @@ class StateLayout:
     @property
     def gradient_bytes(self) -> int:
         """Size of the gradient slab: one flat buffer in the state's dtype."""
-        return align_up(max(1, self.element_count * ITEM_BYTES[self.dtype]), PAGE_BYTES)
+        return align_up(max(1, (self.element_count + self.other_elements) * ITEM_BYTES[self.dtype]), PAGE_BYTES)
 
     @cached_property
     def digest(self) -> bytes:

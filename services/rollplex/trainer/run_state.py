@@ -13,7 +13,7 @@ from rollplex.core.ids import state_slab
 from rollplex.core.topology import is_cuda
 from rollplex.core.work import UpdateOrder
 from rollplex.memory.client import BrokerSession
-from rollplex.model import VisionLanguageModel
+from rollplex.model import Ranks, VisionLanguageModel
 from rollplex.trainer.custody import HeldSlab, VisitingSlab, slab_sizes
 from rollplex.trainer.flip_log import FlipLog
 from rollplex.trainer.gradients import GradientBuffer
@@ -35,13 +35,13 @@ class GradientStage(StrEnum):
 class RunState:
     """An open run's optimizer state and gradient buffer. `stage` is what the buffer holds; README.md says what may follow."""
 
-    def __init__(self, session: BrokerSession, model: VisionLanguageModel, layout: StateLayout, run: str, *, new: bool,
-                 device: str = "host", gradients: str = "host") -> None:
+    def __init__(self, session: BrokerSession, model: VisionLanguageModel, ranks: Ranks, layout: StateLayout, run: str, *,
+                 new: bool, device: str = "host", gradients: str = "host") -> None:
         """`device`: the rank's. `gradients`: TrainerSection.gradients, `hbm` or `host`."""
         self.layout = layout
         self.stage = GradientStage.EMPTY if new else GradientStage.INHERITED
         sizes, on_gpu = slab_sizes(layout), is_cuda(device)
-        names = {what: state_slab(run, model.tp_rank, what) for what in sizes}
+        names = {what: state_slab(run, ranks.rank, what) for what in sizes}
         self._held: list[HeldSlab | VisitingSlab] = []
         self._visiting: VisitingSlab | None = None
         try:
@@ -53,7 +53,7 @@ class RunState:
             else:
                 flat = self._hold(HeldSlab(session, names["gradients"], sizes["gradients"], registered=on_gpu)).bytes
             self.optimizer = OptimizerState(layout, state, FlipLog(flips, len(layout.chunks)), new=new)
-            self.gradients = GradientBuffer(layout, flat, model)
+            self.gradients = GradientBuffer(layout, flat, model, ranks)
         except BaseException:
             self._release()
             raise
@@ -82,7 +82,7 @@ class RunState:
         self._admit_gradients()
         self.gradients.settle()
         if self.stage is GradientStage.SUMMING:
-            self.gradients.sum_replicas()
+            self.gradients.sum_over_ranks()
             if check_replicas:
                 self.gradients.check_replicas()
         self.stage = GradientStage.MEASURED

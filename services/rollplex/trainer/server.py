@@ -15,7 +15,6 @@ from rollplex.engine.prefix_stream import open_prefix_stream
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     ActorLayout,
-    Seat,
     VisionLanguageModel,
     destroy_tensor_parallel,
     init_tensor_parallel,
@@ -43,14 +42,15 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
+    communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
+                                timeout_s=config.mesh.collective_timeout_s, device=str(device),
+                                tensor_size=config.mesh.tensor_size("trainer"))
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), device, layout=layout,
-                                group=Seat(rank, size) if size > 1 else tensor_parallel_group())
+                                group=communicator.ranks.tensor if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
                                     role="trainer")
     reader = PromptReader(session, processor, model_config, device)
     actor = ActorSlabs(session, layout, topology, rank)
-    communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
-                                timeout_s=config.mesh.collective_timeout_s, device=str(device))
     return TrainerEngine(session, reader, model, actor, checkpoint, communicator,
                          logprob_chunk_tokens=section.logprob_chunk_tokens, offload_pool_bytes=section.offload_pool_bytes,
                          gradients=section.gradient_place(topology.device_kind), check_hashes=section.check_hashes,
@@ -68,6 +68,7 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
         run(serve_engine(name, config.mesh.address(name), lambda: build_engine(config, rank), add_trainer,
                          drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
                          warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
-                                         config.mesh.topology.device_name(rank), trains=True, ranks=size)))
+                                         config.mesh.topology.device_name(rank), trains=True,
+                                         ranks=config.mesh.tensor_size("trainer"))))
     finally:
         destroy_tensor_parallel()

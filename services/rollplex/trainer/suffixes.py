@@ -21,7 +21,7 @@ from rollplex.core.residency import Residency
 from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs, WorkContext
 from rollplex.memory.arena import Arena
 from rollplex.memory.transfer import to_device
-from rollplex.model import ModelConfig, VisionLanguageModel, pack_groups, pack_responses, suffix_forward, token_logprobs
+from rollplex.model import ModelConfig, Ranks, VisionLanguageModel, pack_groups, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes, ReadyPrefix
@@ -48,6 +48,8 @@ class SuffixRunner:
     a group or several whole ones."""
 
     model: VisionLanguageModel
+    ranks: Ranks
+    """Of several replicas each takes its own groups of a pack."""
     arena: Arena
     prefixes: Prefixes
     loss: LossConfig
@@ -60,16 +62,17 @@ class SuffixRunner:
 
     def check(self, groups: Sequence[ResponseGroup]) -> None:
         """Raises WrongState for a group without boundary, BadInput for responses that `check_responses` refuses."""
-        for group in groups:
+        for group in self.ranks.own(groups):
             self.prefixes.get(group.group_index)
+        for group in groups:
             check_responses(group, self.model.config)
 
     def score(self, context: WorkContext, groups: Sequence[ResponseGroup], temperature: float, *, keep_boundaries: bool
               ) -> list[SampleLogprobs]:
-        """Log-probabilities of every sample, in the groups' order."""
+        """Log-probabilities of every sample of the own groups, in their order."""
         scored: list[SampleLogprobs] = []
         done = 0
-        for pack in packs(groups, self.micro_batch_samples):
+        for pack in self._packs(groups):
             context.check()
             scored += self._score_pack(pack, temperature)
             for group in pack:
@@ -77,13 +80,13 @@ class SuffixRunner:
                     self.prefixes.release(group.group_index)
                 crash_point("trainer.old_logprob.group")
             done += len(pack)
-            context.progress(done, len(groups), "groups")
+            context.progress(done, len(self.ranks.own(groups)), "groups")
         return scored
 
     def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
         """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
         metrics, done = MetricSums(), 0
-        for pack in packs(groups, self.micro_batch_samples):
+        for pack in self._packs(groups):
             context.check()
             for batch in self._micro_batches(pack):
                 if any(part.scored for part in batch):
@@ -95,7 +98,7 @@ class SuffixRunner:
                 self.prefixes.release(group.group_index)
                 crash_point("trainer.suffix.group")
                 done += 1
-                context.progress(done, len(groups), "groups")
+                context.progress(done, len(self.ranks.own(groups)), "groups")
         return metrics
 
     @torch.no_grad()
@@ -139,6 +142,10 @@ class SuffixRunner:
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
         return packed.split(logp_T), [] if entropy_T is None else packed.split(entropy_T)
+
+    def _packs(self, groups: Sequence[ResponseGroup]) -> Iterator[list[ResponseGroup]]:
+        """A pack is all ranks': which groups meet in it does not depend on which message they came with."""
+        return filter(None, map(self.ranks.own, packs(groups, self.micro_batch_samples)))
 
     def _micro_batches(self, pack: Sequence[ResponseGroup]) -> Iterator[list[Part]]:
         """Of one pack: all its groups at once, or a single one in parts."""

@@ -25,9 +25,9 @@ numbers = itertools.count()
 class Ranks:
     """Processes and their clients; `each` calls all at once."""
 
-    def __init__(self, mesh, folder, size):
+    def __init__(self, mesh, folder, size, **fields):
         self.size = size
-        self.section = replace(mesh.section, reference_tensor_parallel=size,
+        self.section = replace(mesh.section, reference_tensor_parallel=size, **fields,
                                addresses=tuple(f"reference-{rank}=unix:{folder}/r{rank}.sock" for rank in range(size)))
         self._file = folder / "mesh.toml"
         self._file.write_text(to_toml(to_plain(replace(mesh.config, mesh=self.section))))
@@ -66,8 +66,8 @@ class Ranks:
 
 
 @contextmanager
-def started(mesh, folder, size):
-    ranks = Ranks(mesh, folder, size)
+def started(mesh, folder, size, **fields):
+    ranks = Ranks(mesh, folder, size, **fields)
     folder.chmod(0o700)
     try:
         for rank in range(size):
@@ -102,6 +102,26 @@ def test_scores_are_those_of_one_rank_and_come_from_rank_0(mesh, tmp_path, group
         assert len(first) == len(wanted)
         for sample, values in zip(first, wanted):
             np.testing.assert_allclose(np.array(sample.logprobs), values, atol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "tensor_size"), [(2, 1), (4, 2)])
+def test_replicas_share_groups_out(mesh, tmp_path, groups, size, tensor_size):
+    """Each computes and scores its own, the first of its ranks answers, and every rank knows the hashes of all prompts."""
+    fields = {"data_parallel": True, "train_tensor_parallel": size, "rollout_tensor_parallel": tensor_size}
+    with started(mesh, tmp_path, size, **fields) as ranks:
+        prefixes = ranks.each(lambda client: materialize(client, groups))
+        assert {result.prompt_hashes for result in prefixes} == {tuple(group.prompt_hash for group in groups)}
+        responses = [respond(group) for group in groups]
+        answers = ranks.each(lambda client: score(client, responses).samples)
+        scored = {(sample.group_index, sample.sample_index): (rank, sample.logprobs)
+                  for rank, samples in enumerate(answers) for sample in samples}
+        assert sum(map(len, answers)) == len(scored), "no sample twice"
+        for group, response in zip(groups, responses, strict=True):
+            for sample, values in zip(response.samples, expected(mesh, group, response), strict=True):
+                rank, found = scored.pop((group.group_index, sample.sample_index))
+                assert rank == group.group_index % 2
+                np.testing.assert_allclose(np.array(found), values, atol=1e-4)
+        assert not scored
 
 
 def test_a_killed_rank_is_named_and_the_group_rejoins(mesh, tmp_path, groups):

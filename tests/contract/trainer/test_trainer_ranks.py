@@ -37,18 +37,24 @@ def of_one_rank() -> dict[str, tuple]:
     return {}
 
 
-@pytest.mark.parametrize(("dtype", "pair"), [(dtype, pair) for dtype, pairs in PAIRS.items() for pair in pairs], ids=str)
-def test_updates_equal_one_ranks(ranks, groups, of_one_rank, dtype, pair):
-    """q = 1, 2 and 4. At TP 4 there are more ranks than kv heads, so that some hold the same head."""
+SHARED = {"float32": [(2, 1)], "float64": [(2, 1), (4, 2), (4, 1)]}
+CASES = [(dtype, pair, shared) for shared, cases in ((False, PAIRS), (True, SHARED)) for dtype, pairs in cases.items()
+         for pair in pairs]
+
+
+@pytest.mark.parametrize(("dtype", "pair", "shared"), CASES, ids=str)
+def test_updates_equal_one_ranks(ranks, groups, of_one_rank, dtype, pair, shared):
+    """q = 1, 2 and 4. At TP 4 there are more ranks than kv heads, so that some hold the same head. `shared`: the q replicas
+    share groups out."""
     if dtype not in of_one_rank:
         with ranks(1, 1, dtype) as alone:
             of_one_rank[dtype] = three_updates(alone, groups)
     start, expected, expected_norms = of_one_rank[dtype]
-    with ranks(*pair, dtype) as group:
+    with ranks(*pair, dtype, data_parallel=shared) as group:
         before, found, norms = three_updates(group, groups)
     assert all((before[name] == start[name]).all() for name in start)
     error = distance(found, expected, start)
-    print(f"TP {pair[0]} over rollout TP {pair[1]}, {dtype}: ||dA - dB|| / ||dA|| = {error:.1e}")
+    print(f"TP {pair[0]} over rollout TP {pair[1]}{', data parallel' * shared}, {dtype}: ||dA - dB|| / ||dA|| = {error:.1e}")
     assert error <= TOLERANCE[dtype]
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE[dtype])
 

@@ -19,7 +19,7 @@ from rollplex.core.phases import Phase
 from rollplex.engine import device_errors, use_device
 from rollplex.memory.pinned_pool import PinnedPool, PoolTensor
 from rollplex.memory.pool_stream import PoolStream
-from rollplex.model import PromptInputs
+from rollplex.model import PromptInputs, Ranks
 from rollplex.trainer import chunk_pipeline
 from rollplex.trainer.chunk_pipeline import ChunkPipeline, CudaPipeline
 from rollplex.trainer.host_sums import HostSums
@@ -352,37 +352,52 @@ def test_collectives_take_gradients_in_pieces_through_memory_that_is_not_the_buf
 
     sent: list[int] = []
 
-    def double(tensor, *, group):
-        assert group == "ranks" and not flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes
+    def double(tensor):
+        assert not flat.data_ptr() <= tensor.data_ptr() < flat.data_ptr() + flat.nbytes
         sent.append(tensor.numel())
         tensor.mul_(2)
 
     monkeypatch.setattr(gradients, "PIECE_ELEMENTS", 4)
     flat = torch.arange(10.0)
-    buffer = SimpleNamespace(_device=torch.device("cpu"), _model=SimpleNamespace(group="ranks"))
+    buffer = SimpleNamespace(_device=torch.device("cpu"))
     gradients.GradientBuffer._through_device(buffer, flat, double)
     assert sent == [4, 4, 2]
     assert flat.tolist() == [2.0 * index for index in range(10)]
 
 
-@pytest.mark.parametrize(("device", "tp_size", "expected"), [
-    ("cpu", 1, {}), ("cuda", 1, {}), ("cpu", 2, {"visual.merger.ln_q.weight": "all_reduce"}),
-    ("cuda", 2, {"visual.merger.ln_q.weight": "all_reduce", "language_model.norm.weight": "broadcast from 0"})])
-def test_gradients_of_the_tower_are_summed_and_others_that_ranks_hold_whole_are_rank_0s(device, tp_size, expected, monkeypatch):
-    """Ranks compute parts of the tower's; of the others each has the whole, which on a GPU may differ in its last bits."""
+TOWER, NORM, HEAD = "visual.merger.ln_q.weight", "language_model.norm.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(("device", "ranks", "expected"), [
+    ("cpu", Ranks(0, 1, 1), []), ("cuda", Ranks(0, 1, 1), []),
+    ("cpu", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world")]),
+    ("cuda", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (NORM, "broadcast", "world")]),
+    ("cpu", Ranks(0, 2, 1), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"),
+                             ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data")]),
+    ("cuda", Ranks(3, 4, 2), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"), (NORM, "broadcast", "world"),
+                              ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data")])], ids=str)
+def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(device, ranks, expected, monkeypatch):
+    """A replica's ranks compute parts of the tower's; of other parameters that they hold whole each has the whole gradient, which
+    on a GPU may differ in its last bits. Replicas have those of their groups, of what each rank has the state of."""
     from types import SimpleNamespace
 
     from rollplex.trainer import gradients
 
-    done = {}
-    monkeypatch.setattr(gradients.dist, "all_reduce", lambda name: done.update({name: "all_reduce"}))
-    monkeypatch.setattr(gradients.dist, "broadcast", lambda name, group_src: done.update({name: f"broadcast from {group_src}"}))
+    done = []
+    monkeypatch.setattr(gradients.dist, "all_reduce", lambda name, group: done.append((name, "all_reduce", group)))
+    monkeypatch.setattr(gradients.dist, "broadcast", lambda name, group, group_src: done.append((name, "broadcast", group)))
+    monkeypatch.setattr(gradients.dist, "reduce",
+                        lambda name, group, group_dst: done.append((name, f"reduce to {group_dst}", group)))
+    monkeypatch.setattr(Ranks, "world", "world")
+    ranks.data = "data"
     whole, cut = SimpleNamespace(axis=None, replicated=True), SimpleNamespace(axis=0, replicated=False)
-    shards = {"visual.merger.ln_q.weight": whole, "language_model.norm.weight": whole, "lm_head.weight": cut}
-    buffer = SimpleNamespace(
-        views=dict.fromkeys(shards), _flat_of={name: name for name in shards}, _device=torch.device(device),
-        _model=SimpleNamespace(shards=shards, tp_size=tp_size), _through_device=lambda name, collective: collective(name))
-    gradients.GradientBuffer.sum_replicas(buffer)
+    shards = {TOWER: whole, NORM: whole, HEAD: cut}
+    buffer = object.__new__(gradients.GradientBuffer)
+    buffer._shards, buffer._ranks, buffer._device = shards, ranks, torch.device(device)
+    buffer._model, buffer._flat_of = SimpleNamespace(shards=shards), {name: name for name in shards}
+    buffer._parts_of = {HEAD: [f"part {replica}" for replica in range(ranks.replicas)]}
+    monkeypatch.setattr(buffer, "_through_device", lambda name, collective: collective(name))
+    buffer.sum_over_ranks()
     assert done == expected
 
 
@@ -408,5 +423,7 @@ def test_an_export_receives_contiguous_copies(monkeypatch, tmp_path):
     monkeypatch.setattr(export.dist, "gather", gather)
     monkeypatch.setattr(export, "save_checkpoint", save)
     model = SimpleNamespace(tp_rank=0, tp_size=2, group=None, config=None, shards=None)
-    assert export.write(tmp_path, tmp_path / "out", model, {}) == 0
+    assert export.write(tmp_path, tmp_path / "out", model, Ranks(1, 4, 2), {}) == 0
+    assert not gathered, "another replica's rank"
+    assert export.write(tmp_path, tmp_path / "out", model, Ranks(0, 4, 2), {}) == 0
     assert len(gathered) == 1

@@ -40,6 +40,10 @@ class MeshSection:
     the trainer's devices: services rollout-0, rollout-1, ..."""
     reference_tensor_parallel: int = 1
     """Reference ranks, one process each: services reference-0, reference-1, ..."""
+    data_parallel: bool = False
+    """Trainer and reference compute a group on the devices of one rollout replica, at TP_rollout, and share an iteration's groups
+    out, instead of computing each on all devices. Training state stays cut into train_tensor_parallel shards; gradients and the
+    reference's weights are as large as the replica's weights. No effect where q is 1 (docs/adr/0019-data-parallel.md)."""
     own_replicas: int = 0
     """Rollout replicas on devices of their own, each with a copy of the snapshot, for schedule `disaggregated`; 0: rollout
     shares the trainer's devices."""
@@ -81,6 +85,9 @@ class MeshSection:
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
+        if self.reference_tensor_parallel % self.tensor_size("reference"):
+            raise ValueError(f"reference_tensor_parallel is {self.reference_tensor_parallel}; with data_parallel it must be a "
+                             f"multiple of rollout_tensor_parallel, {self.rollout_tensor_parallel}, or less")
         self._check_addresses()
 
     def _check_addresses(self) -> None:
@@ -134,6 +141,11 @@ class MeshSection:
     def prefix_stream_percent(self) -> int | None:
         """Share of the SMs for prefix blocks, where they have a stream of their own."""
         return self.prefix_percent if self.policy is not None and self.policy.prefix_stream_capped else None
+
+    def tensor_size(self, role: str) -> int:
+        """Ranks of trainer or reference that compute a group together."""
+        ranks = self.ranks(role)
+        return min(self.rollout_tensor_parallel, ranks) if self.data_parallel else ranks
 
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""
