@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that two GPUs of one host are needed for, in one go; results lie in OUT as they come, status.txt says how parts ended.
 #   sh benchmarks/gpu/two.sh BUNDLE OUT [--device cpu] [PART...]
-# BUNDLE as in run.sh. Parts, in this order: facts peer nccl exact publish 3b 3b-tp2 7b (all of them by default), and on demand
+# BUNDLE as in run.sh. Parts, in this order: facts peer nccl exact publish 3b 3b-tp2 3b-dp 7b 7b-dp (all of them by default), and on demand
 # rollout (the rollout contract on vLLM at TP 2). $ROLLPLEX_LIMIT_S bounds the whole (default 540 s): what has no time left is
 # skipped. $ROLLPLEX_EXTRA: further options of rollplex bench; $ROLLPLEX_GROW_GIB (150; 0: not): host memory that is touched
 # beforehand, on machines whose memory grows as it is used; $ROLLPLEX_HOST_GIB (220): what slabs may take of it. --device cpu tries every part with gloo ranks and a tiny model.
@@ -10,7 +10,7 @@ set -eu
 bundle=$1 out=$2 device=cuda
 shift 2
 [ "${1:-}" = --device ] && { device=$2; shift 2; }
-parts=${*:-facts peer nccl exact publish 3b 3b-tp2 7b}
+parts=${*:-facts peer nccl exact publish 3b 3b-tp2 3b-dp 7b 7b-dp}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 . "$root/benchmarks/gpu/environment.sh"
 . "$root/benchmarks/gpu/parts.sh"
@@ -26,6 +26,7 @@ if [ "$device" = cpu ]; then
     wanted publish && part publish 120 "$python" benchmarks/publish/publish.py --hidden 256 --pairs 2:1 2:2 --repeats 1 --out "$out/publish.json"
     wanted 3b && bench 3b 500 $job --arms overlap,serial,disaggregated
     wanted 3b-tp2 && bench 3b-tp2 500 $job --arms overlap:2x2,serial:2x2
+    wanted 3b-dp && bench 3b-dp 500 $job --arms overlap:2x1dp,serial:2x1dp
     exit 0
 fi
 
@@ -49,6 +50,8 @@ wanted publish && part publish 60 "$python" benchmarks/publish/publish.py --devi
 LINES_KEPT=90
 wanted 3b && bench 3b 480 $job --shape 3b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
 wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms serial@mps-priority:2x2,overlap@mps-priority:2x2
+wanted 3b-dp && bench 3b-dp 260 $job --shape 3b --groups 16 --arms overlap@mps-priority:2x1dp,serial@mps-priority:2x1dp
 wanted 7b && bench 7b 560 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
+wanted 7b-dp && bench 7b-dp 300 $job --shape 7b --groups 16 --arms overlap@mps-priority:2x1dp,serial@mps-priority:2x1dp
 wanted rollout && part rollout 240 $tests tests/contract/rollout/test_rollout_contract.py -k vllm-cuda-tp2
 exit 0

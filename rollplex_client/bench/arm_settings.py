@@ -51,7 +51,7 @@ def arm_tables(job: Job, arms: list[Arm], arm: Arm, runtime_dir: Path, hbm_bytes
     topology = arm.topology
     mesh: dict[str, Any] = {
         "runtime_dir": str(runtime_dir), "train_tensor_parallel": arm.train_tp, "rollout_tensor_parallel": arm.rollout_tp,
-        "reference_tensor_parallel": arm.train_tp, "own_replicas": arm.own_replicas}
+        "reference_tensor_parallel": arm.train_tp, "own_replicas": arm.own_replicas, "data_parallel": arm.data_parallel}
     rows = -(-job.groups // topology.replica_count) * job.samples
     rollout: dict[str, Any] = {"engine": "torch", "max_rows": rows}
     trainer: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def gpu_plan(job: Job, arm: Arm, hbm_bytes: int, host_bytes: int | None = None) 
     lengths = [sum(row) for iteration in range(job.iterations) for row in job.lengths(iteration)]
     topology = arm.topology
     return engine_plan(PlanInput(
-        shapes=job.model.shapes, topology=topology, gpus=arm.train_tp, hbm_bytes=hbm_bytes,
+        shapes=job.model.shapes, topology=topology, gpus=arm.train_tp, data_parallel=arm.data_parallel, hbm_bytes=hbm_bytes,
         rollout_gpus=topology.replica_count * arm.rollout_tp,
         host_bytes=default_host_limit_bytes() if host_bytes is None else host_bytes, runtime_bytes=RUNTIME_BYTES,
         schedule="disaggregated" if arm.own_replicas else "overlap", reference=job.kl_coef > 0,

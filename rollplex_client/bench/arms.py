@@ -15,7 +15,7 @@ SCHEDULES = ("serial", "overlap", "disaggregated")
 TIME_SLICE = "time-slice"
 DEFAULT_POLICY = {"serial": TIME_SLICE, "overlap": "mps-priority", "disaggregated": TIME_SLICE}
 """Under the last no two roles share a GPU at the same time, so the plainest policy does."""
-_ARM = re.compile(r"(?P<schedule>[^@:]*)(?P<at>@(?P<policy>[^:]*))?(:(?P<train>[0-9]+)x(?P<rollout>[0-9]+))?")
+_ARM = re.compile(r"(?P<schedule>[^@:]*)(?P<at>@(?P<policy>[^:]*))?(:(?P<train>[0-9]+)x(?P<rollout>[0-9]+)(?P<shared>dp)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,11 @@ class Arm:
     rollout_tp: int = 1
     own_replicas: int = 0
     """Of rollout, on GPUs of its own."""
+    data_parallel: bool = False
+    """MeshSection.data_parallel."""
 
     def __str__(self) -> str:
-        degrees = f":{self.train_tp}x{self.rollout_tp}" if (self.train_tp, self.rollout_tp) != (1, 1) else ""
+        degrees = f":{self._degrees}" if self._degrees != "1x1" else ""
         return f"{self.schedule}@{self.policy}{degrees}"
 
     @property
@@ -42,12 +44,17 @@ class Arm:
     @property
     def run_name(self) -> str:
         """A run's name may hold neither @ nor a colon."""
-        return f"bench-{self.schedule}-{self.policy}-{self.train_tp}x{self.rollout_tp}"
+        return f"bench-{self.schedule}-{self.policy}-{self._degrees}"
+
+    @property
+    def _degrees(self) -> str:
+        return f"{self.train_tp}x{self.rollout_tp}{'dp' * self.data_parallel}"
 
 
 def parse_arms(text: str, device: str, *, train_tp: int = 1, rollout_tp: int = 1, gpus: int = 0) -> list[Arm]:
-    """`serial,overlap@mps-default:2x1,...`. The degrees, TP_train x TP_rollout, are those of an arm that names none; of
-    `disaggregated` then half of the GPUs train. `gpus`: of every arm; 0: each takes what its degrees need.
+    """`serial,overlap@mps-default:2x1,...`; `dp` behind: data parallel. The degrees, TP_train x TP_rollout, are those of an
+    arm that names none; of `disaggregated` then half of the GPUs train. `gpus`: of every arm; 0: each takes what its degrees
+    need.
 
     Raises BadInput for what is no arm, is there twice, cannot run on the device, or does not take that many GPUs.
     """
@@ -57,7 +64,7 @@ def parse_arms(text: str, device: str, *, train_tp: int = 1, rollout_tp: int = 1
         schedule, policy = (found["schedule"], found["policy"]) if found else (item, None)
         if schedule not in SCHEDULES:
             raise BadInput(f"arm {item!r}: schedule {schedule!r} is none of {', '.join(SCHEDULES)}; an arm is "
-                           "schedule[@policy][:TRAINxROLLOUT], as overlap@mps-priority:2x1", reason="BAD_ARM")
+                           "schedule[@policy][:TRAINxROLLOUT[dp]], as overlap@mps-priority:2x1", reason="BAD_ARM")
         if policy is None:
             policy = DEFAULT_POLICY[schedule] if device == "cuda" else TIME_SLICE
         if policy not in POLICIES:
@@ -67,6 +74,7 @@ def parse_arms(text: str, device: str, *, train_tp: int = 1, rollout_tp: int = 1
                            reason="POLICY_NEEDS_GPU")
         given = (int(found["train"]), int(found["rollout"])) if found["train"] else None
         arm = _placed(schedule, policy, given, (train_tp, rollout_tp), gpus)
+        arm = replace(arm, data_parallel=bool(found["shared"]))
         if gpus and arm.gpus != gpus:
             raise BadInput(f"arm {arm} takes {arm.gpus} GPUs and not {gpus}: what is compared has equally many (--gpus)",
                            reason="BAD_ARM")

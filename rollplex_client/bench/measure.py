@@ -25,7 +25,8 @@ def arm_result(job: Job, run: ArmRun, hardware: Mapping[str, Any]) -> dict[str, 
     names = sorted({name for record in records for name in record.metrics if name.startswith(TIMING_PREFIX)})
     return {
         "arm": str(run.arm), "schedule": run.arm.schedule, "policy": run.arm.policy, "gpus": run.arm.gpus,
-        "train_tp": run.arm.train_tp, "rollout_tp": run.arm.rollout_tp, "replicas": run.arm.topology.replica_count,
+        "train_tp": run.arm.train_tp, "rollout_tp": run.arm.rollout_tp, "data_parallel": run.arm.data_parallel,
+        "replicas": run.arm.topology.replica_count,
         "start_s": run.start_s,
         "first_update": {"samples_sha256": run.first_samples,
                          "gradient_norm": run.history.iterations[0].metrics.get("actor/grad_norm")},

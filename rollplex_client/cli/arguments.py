@@ -178,6 +178,8 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     number("--micro-batch-samples", 8, "responses in one suffix forward")
     number("--runtime-gib", 4.0, "of a GPU, for contexts, NCCL and engine buffers", float)
     number("--chunk-elements", 1 << 24, "of the streamed update (run.optimizer.chunk_elements)")
+    plan.add_argument("--data-parallel", action="store_true", help="replicas share prompts out instead of computing each "
+                      "together (mesh.data_parallel); no effect at equal degrees")
     plan.add_argument("--no-reference", action="store_true", help="kl_coef is 0")
     plan.add_argument("--freeze-vision", action="store_true", help="no gradients and optimizer state for the tower")
     plan.add_argument("--moments", choices=("float32", "bfloat16"), default="float32",

@@ -28,8 +28,8 @@ def add_bench(add) -> argparse.ArgumentParser:
     _number(job, "--kl-coef", 0.0, "above 0, a reference model works too", float)
     _number(job, "--seed", 0, "of weights, videos, lengths and samples")
     how = bench.add_argument_group("how it is measured")
-    how.add_argument("--arms", default=None, metavar="A,B", help="schedule[@policy][:TRAINxROLLOUT], one after the other, "
-                     "neighbours that differ in their schedule only on one mesh "
+    how.add_argument("--arms", default=None, metavar="A,B", help="schedule[@policy][:TRAINxROLLOUT[dp]], one after the other "
+                     "(dp: mesh.data_parallel), neighbours that differ in their schedule only on one mesh "
                      f"(default {ARMS}; on a CPU serial,overlap). Schedules: serial, overlap, disaggregated. Policies: "
                      "time-slice, mps-default, mps-priority, thread-cap, sm-affinity, green-context")
     _number(how, "--train-tp", 1, "tensor-parallel ranks of trainer and reference, a GPU each, of an arm that names none")

@@ -118,6 +118,7 @@ def _plan_input(sections: Sections, choices: EngineChoices) -> PlanInput:
         hbm_bytes=mesh.hbm_budget_bytes or UNLIMITED, host_bytes=host_bytes, runtime_bytes=mesh.hbm_runtime_bytes,
         schedule=run.schedule, dtype=sections["model"].dtype, reference=run.loss.kl_coef > 0,
         freeze_vision=rates["vision"] == 0, freeze_decoder=rates["decoder"] == 0,
-        reference_tp=mesh.reference_tensor_parallel, kv_pool_bytes=choices.kv_pool_bytes, ablation=run.ablation,
+        reference_ranks=mesh.reference_tensor_parallel, data_parallel=mesh.data_parallel,
+        kv_pool_bytes=choices.kv_pool_bytes, ablation=run.ablation,
         work=Work(groups=1, samples=1, prompt_tokens=1, response_tokens=1, micro_batch_samples=1,
                   chunk_elements=run.optimizer.chunk_elements))

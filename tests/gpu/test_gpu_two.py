@@ -185,8 +185,8 @@ def mesh(tmp_path_factory) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(section=section, config=configuration, session=session, groups=groups)
 
 
-def ranks(mesh, train_tp: int, rollout_tp: int, folder):
-    section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp)
+def ranks(mesh, train_tp: int, rollout_tp: int, folder, shared: bool = False):
+    section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp, data_parallel=shared)
     return trainer_ranks(replace(mesh.config, mesh=section), mesh.session, f"two-{train_tp}-{rollout_tp}", folder)
 
 
@@ -196,11 +196,12 @@ def of_one_rank(mesh, tmp_path_factory):
         return three_updates(alone, mesh.groups)
 
 
-@pytest.mark.parametrize("rollout_tp", [1, 2])
-def test_updates_at_tp_2_equal_one_gpus(mesh, of_one_rank, rollout_tp, tmp_path):
-    """Teacher-forced, float32: 1e-3 of the update's norm. One actor on each GPU; at TP_rollout 1 both hold the same bytes."""
+@pytest.mark.parametrize(("rollout_tp", "shared"), [(1, False), (2, False), (1, True)])
+def test_updates_at_tp_2_equal_one_gpus(mesh, of_one_rank, rollout_tp, shared, tmp_path):
+    """Teacher-forced, float32: 1e-3 of the update's norm. One actor on each GPU; at TP_rollout 1 both hold the same bytes, and
+    may share groups out (`shared`)."""
     start, expected, expected_norms = of_one_rank
-    with ranks(mesh, 2, rollout_tp, tmp_path) as group:
+    with ranks(mesh, 2, rollout_tp, tmp_path, shared) as group:
         before, found, norms = three_updates(group, mesh.groups)
         rows = [row for row in mesh.session.ledger().rows if row.object_class == "actor_snapshot"]
         assert sorted((row.device, row.role, row.slab_count) for row in rows) == [
@@ -210,6 +211,7 @@ def test_updates_at_tp_2_equal_one_gpus(mesh, of_one_rank, rollout_tp, tmp_path)
         assert all(result.finite for result in again)
     assert all((before[name] == start[name]).all() for name in start)
     error = distance(found, expected, start)
-    print(f"\nTP 2 over rollout TP {rollout_tp}, float32, two GPUs against one: ||dA - dB|| / ||dA|| = {error:.1e}")
+    print(f"\nTP 2 over rollout TP {rollout_tp}{', data parallel' * shared}, float32, two GPUs against one: "
+          f"||dA - dB|| / ||dA|| = {error:.1e}")
     assert error <= 1e-3
     assert norms == pytest.approx(expected_norms, rel=1e-3)

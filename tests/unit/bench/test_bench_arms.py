@@ -37,6 +37,15 @@ def test_disaggregated_fills_the_gpus_that_do_not_train():
     assert (narrow.own_replicas, narrow.gpus) == (4, 8)
 
 
+def test_an_arm_may_be_data_parallel():
+    from rollplex.core.ids import check_run_name
+
+    together, shared = parse_arms("overlap:2x1,overlap:2x1dp", "cuda")
+    assert (together.data_parallel, shared.data_parallel) == (False, True)
+    assert str(shared) == "overlap@mps-priority:2x1dp" and check_run_name(shared.run_name)
+    assert [len(alike) for alike in by_mesh([together, shared])] == [1, 1], "another mesh"
+
+
 def test_arms_of_other_numbers_of_gpus_are_refused():
     with pytest.raises(BadInput, match=r"serial@time-slice takes 1 GPUs and not 2"):
         parse_arms("overlap:2x1,serial:1x1", "cuda", gpus=2)

@@ -100,7 +100,7 @@ def test_needs_are_told_for_every_device_of_the_topology():
 
 def test_a_reference_of_fewer_ranks_sits_on_the_first_devices():
     whole = make_plan(given(), CHOICE).needs(Phase.OVERLAP)
-    plan = make_plan(given(topology=Topology(2, 1), gpus=2, reference_tp=1), CHOICE)
+    plan = make_plan(given(topology=Topology(2, 1), gpus=2, reference_ranks=1), CHOICE)
     by_device = {(item.device, item.object_class): item.size_bytes for item in plan.planned(Phase.OVERLAP)}
     for name in ("reference_weights", "boundary_reference"):
         assert by_device["host:0", name] == whole[name] and ("host:1", name) not in by_device

@@ -139,7 +139,7 @@ def test_serial_and_disaggregated_split_the_overlap():
     assert "rollout_kv" not in serial["PREFIX"] and "boundary_trainer" in serial["PREFIX"]
     apart = make_plan(paper(schedule="disaggregated", rollout_gpus=4))
     columns = {column.name: column.hbm for column in apart.columns}
-    assert columns["OVERLAP"]["actor_snapshot"] == Sizes(apart.given).training_weights
+    assert columns["OVERLAP"]["actor_snapshot"] == Sizes(apart.given).rollout_weights, "what replicas copy is there whole"
     assert set(columns["ROLLOUT GPU"]) == {"actor_snapshot", "rollout_kv", RUNTIME}
 
 
@@ -150,6 +150,25 @@ def test_a_suffix_pass_holds_parts_of_a_group_or_whole_ones(micro_batch_samples,
     assert (work.packed_groups, work.packed_samples) == (groups, samples)
     sizes, one = (Sizes(paper(work=replace(WORK, micro_batch_samples=count))) for count in (micro_batch_samples, 8))
     assert sizes.boundary_gradients == groups * one.boundary_gradients
+
+
+def test_replicas_that_share_prompts_out_hold_fewer_of_them_whole():
+    """A rank's prompts are half as many and their keys and values twice as wide; weights of the reference are a whole shard of
+    rollout's, gradients those of all that the replica's ranks compute."""
+    together, shared = Sizes(paper()), Sizes(paper(data_parallel=True))
+    assert shared.groups_per_rank * 2 == together.groups_per_rank == 32
+    assert shared.boundary == together.boundary and shared.reference_boundary == together.reference_boundary
+    assert shared.reference_weights == pytest.approx(together.rollout_weights, rel=1e-3)
+    language = together.given.layout.language_total.training_elements * together.state_item
+    assert shared.gradients == together.gradients + language
+    assert Sizes(paper(data_parallel=True, freeze_decoder=True)).gradients == Sizes(paper(freeze_decoder=True)).gradients
+    assert shared.master == together.master and shared.layer_inputs * 2 == together.layer_inputs
+    alone = Sizes(paper(data_parallel=True, reference_ranks=4))
+    assert alone.reference_boundary == 2 * shared.reference_boundary, "one replica of the reference scores all prompts"
+    over = make_plan(paper(data_parallel=True, hbm_bytes=66 * GIB))
+    assert "no --data-parallel (mesh.data_parallel = false): fits" in advice(over)
+    equal = {"topology": Topology(8, 8)}
+    assert make_plan(paper(data_parallel=True, **equal)).columns == make_plan(paper(**equal)).columns
 
 
 def test_more_memory_never_stops_fitting():
