@@ -44,9 +44,11 @@ def test_a_kill_in_mid_iteration_changes_nothing(mesh, prompts, image, undisturb
 
 @pytest.mark.ranks
 @pytest.mark.timeout(580)
-def test_kills_at_two_ranks_change_nothing(another_mesh, prompts, image, tmp_path):
-    """TP_train 2, TP_rollout 2, reference at TP 2: the group of the killed rank is lost as a whole."""
-    sizes = {"train_tensor_parallel": 2, "rollout_tensor_parallel": 2, "reference_tensor_parallel": 2}
+@pytest.mark.parametrize("fields", [{"rollout_tensor_parallel": 2}, {"data_parallel": True}], ids=["together", "data parallel"])
+def test_kills_at_two_ranks_change_nothing(another_mesh, prompts, image, tmp_path, fields):
+    """Trainer and reference of two ranks each, over one replica of two or two that share groups out: the killed rank's role is
+    lost as a whole."""
+    sizes = {"train_tensor_parallel": 2, "reference_tensor_parallel": 2, **fields}
     with another_mesh(sizes=sizes) as wide, wide.client as client:
         found = []
         for name, span in (("", ""), ("trainer-1", "suffix"), ("reference-1", "score"), ("trainer-0", "write"),

@@ -170,8 +170,8 @@ def test_refusals(serve, mesh, groups, tmp_path):
 
 @pytest.fixture
 def ranks(mesh, run, tmp_path):
-    def start(train_tp: int, rollout_tp: int):
-        section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp)
+    def start(train_tp: int, rollout_tp: int, shared: bool = False):
+        section = replace(mesh.section, train_tensor_parallel=train_tp, rollout_tensor_parallel=rollout_tp, data_parallel=shared)
         whole = replace(mesh.config, mesh=section, trainer=replace(mesh.config.trainer, check_hashes=True))
         return trainer_ranks(whole, mesh.session, f"{run}-{train_tp}-{rollout_tp}", tmp_path)
 
@@ -188,7 +188,8 @@ def resume(group: TrainerRanks, path, step: int, digest: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("pair", [(2, 1), (2, 2)], ids=str)
 def test_written_at_tp_2_it_goes_on_at_any_degree(ranks, mesh, groups, tmp_path, pair):
-    """Bit for bit at the same degrees, to float32's rounding at others. Rollout at TP 1 stores some parameters transposed."""
+    """Bit for bit at the same degrees, to float32's rounding at others, or where replicas share groups out (the last of a case).
+    Rollout at TP 1 stores some parameters transposed."""
     path = tmp_path / "c"
     with ranks(*pair) as group:
         group.open(config())
@@ -205,7 +206,7 @@ def test_written_at_tp_2_it_goes_on_at_any_degree(ranks, mesh, groups, tmp_path,
     views = {name: torch.zeros_like(values) for name, values in saved.items()}
     load_into(path / "weights", model, views)
     assert all(torch.equal(views[name][:model.vocab_size], values[:model.vocab_size]) for name, values in saved.items())
-    for other in ((1, 1), (4, 2), pair) if pair == (2, 1) else ((1, 1), pair):
+    for other in ((1, 1), (4, 2), pair, (2, 1, True)) if pair == (2, 1) else ((1, 1), pair):
         with ranks(*other) as group:
             resume(group, path, 1, digest)
             restored = group.actor(1)

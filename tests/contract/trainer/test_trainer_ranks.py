@@ -59,9 +59,10 @@ def test_updates_equal_one_ranks(ranks, groups, of_one_rank, dtype, pair, shared
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE[dtype])
 
 
-def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
+@pytest.mark.parametrize("shared", [False, True], ids=["together", "data parallel"])
+def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups, shared):
     """Killed in SUFFIX, then in UPDATE while the other rank had finished; bit for bit as if it had lived."""
-    with ranks(2, 1) as group:
+    with ranks(2, 1, data_parallel=shared) as group:
         group.open(config())
         group.iterate(groups, 0)
         group.each(lambda client: client.materialize(groups, 1))
@@ -85,7 +86,7 @@ def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
         group.each(lambda client: client.apply(order, 1))
         group.publish(order, 1)
         found = group.actor(2)
-    with ranks(2, 1) as unbroken:
+    with ranks(2, 1, data_parallel=shared) as unbroken:
         unbroken.open(config())
         unbroken.iterate(groups, 0)
         unbroken.iterate(groups, 1)
@@ -93,15 +94,18 @@ def test_a_killed_rank_is_named_and_the_group_goes_on(ranks, groups):
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
-def test_a_rank_that_falls_behind_is_named(ranks, mesh, groups, tmp_path):
-    """Afterwards the group goes on under the next epoch, and exports what its ranks hold together."""
-    with ranks(2, 2, collective_timeout_s=20.0) as group:
+@pytest.mark.parametrize("fields", [{"train_tp": 2, "rollout_tp": 2}, {"train_tp": 4, "rollout_tp": 2, "data_parallel": True}],
+                         ids=["together", "data parallel"])
+def test_a_rank_that_falls_behind_is_named(ranks, mesh, groups, tmp_path, fields):
+    """Afterwards the group goes on under the next epoch, and exports what its ranks, or those of a replica, hold together."""
+    with ranks(**fields, collective_timeout_s=20.0) as group:
         group.open(config())
         group.each(lambda client: client.materialize(groups, 0))
         command = group.clients[0].start_train(respond(groups), 0)
         with pytest.raises(DeadlineExceeded, match=r"SUFFIX \(train_suffix\).* rank 1 is at OVERLAP") as caught:
             raise group.clients[0].watch(command).error
-        assert (caught.value.reason, caught.value.metadata["rank"]) == ("COLLECTIVE_TIMEOUT", "1")
+        behind = ",".join(map(str, range(1, group.size)))
+        assert (caught.value.reason, caught.value.metadata["rank"]) == ("COLLECTIVE_TIMEOUT", behind)
         group.join()
         group.iterate(groups, 0)
         group.each(lambda client: client.export(tmp_path / "export", 1))
