@@ -3,7 +3,7 @@
 # GPUs, half of its layers under TP_train 4 and TP_rollout 2: a GPU holds and computes as much of the language model.
 #   sh benchmarks/gpu/paper.sh BUNDLE OUT [--gpus 8|4] [--device cpu] [PART...]
 # BUNDLE as in run.sh. Parts, in this order: facts data publish schedules (serial and overlap, on one mesh) tp (rollout as wide as
-# training). All of them need some 20 minutes on eight GPUs; where a command may run for ten, give the parts of one call each,
+# training), and on demand dp (mesh.data_parallel). All of them need some 20 minutes on eight GPUs; where a command may run for ten, give the parts of one call each,
 # within the same machine:
 #   facts data publish | schedules | tp
 # What lies in $ROLLPLEX_WORK is used again, with the same OUT nothing is overwritten but the parts that run. $ROLLPLEX_LIMIT_S
@@ -62,4 +62,5 @@ fi
 LINES_KEPT=90
 wanted schedules && bench schedules 570 $job --arms "serial$policy,overlap$policy"
 wanted tp && bench tp 540 $job --arms "overlap$policy:${gpus}x$gpus"
+wanted dp && bench dp 540 $job --arms "overlap$policy:${gpus}x${half}dp"
 exit 0
