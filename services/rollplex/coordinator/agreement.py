@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rollplex.core.errors import InternalError
+from rollplex.core.replicas import Replicas
 from rollplex.core.topology import Topology
 from rollplex.core.work import BindResult, GradientResult, SuffixResult
 
@@ -60,15 +61,21 @@ def agreed_gradient(results: Sequence[GradientResult]) -> GradientResult:
     return first
 
 
-def agreed_metrics(results: Sequence[SuffixResult]) -> dict[str, float]:
-    """Rank 0's: every rank computes the whole loss. Raises InternalError for another rank's other metrics."""
-    first = results[0].metrics
-    for rank, result in enumerate(results):
+def agreed_metrics(results: Sequence[SuffixResult], replicas: Replicas) -> list[dict[str, float]]:
+    """`results`: by rank. Every rank of a replica computes the whole loss of the replica's groups: the first one's, by replica.
+    Raises InternalError for another rank's other metrics."""
+    return [_agreed(results, replicas.members(replica)) for replica in range(replicas.count)]
+
+
+def _agreed(results: Sequence[SuffixResult], ranks: Sequence[int]) -> dict[str, float]:
+    first = results[ranks[0]].metrics
+    for rank in ranks:
+        result = results[rank]
         unlike = [name for name in first.keys() | result.metrics.keys()
                   if not _same(first.get(name), result.metrics.get(name))]
         if unlike:
             name = min(unlike)
-            raise InternalError(f"ranks 0 and {rank} computed different losses: {name} is {first.get(name)} and "
+            raise InternalError(f"ranks {ranks[0]} and {rank} computed different losses: {name} is {first.get(name)} and "
                                 f"{result.metrics.get(name)} ({len(unlike)} such metrics)", reason="RANKS_DISAGREE")
     return first
 

@@ -44,9 +44,10 @@ class Mesh:
         self.admission, self._admitted_broker = admission or Admission({}), 0
         self.phase = Phase.IDLE
         """The one that was entered last."""
-        self.trainer = EngineGroup("trainer", addresses("trainer"), trainer_service_pb2_grpc.TrainerServiceStub)
+        self.trainer = EngineGroup("trainer", addresses("trainer"), trainer_service_pb2_grpc.TrainerServiceStub,
+                                   mesh.replicas("trainer"))
         self.reference = EngineGroup("reference", addresses("reference"),
-                                     reference_service_pb2_grpc.ReferenceServiceStub)
+                                     reference_service_pb2_grpc.ReferenceServiceStub, mesh.replicas("reference"))
         self.rollouts = [EngineGroup("rollout", {name: address}, rollout_service_pb2_grpc.RolloutServiceStub)
                          for name, address in addresses("rollout").items()]
         for group in self.groups:

@@ -212,8 +212,11 @@ def unreferenced(work: IterationWork) -> list[Prompt]:
 async def prefix(work: IterationWork, group: EngineGroup, span: str, order: Callable[..., orders.Order],
                  prompts: Sequence[Prompt], phase: Phase = Phase.OVERLAP) -> None:
     with work.timeline.span(phase, span):
-        for outcome in await group.command(order([prompt.group for prompt in prompts]), work.place()):
-            check_hashes(group.role, prompts, outcome.value.prompt_hashes)
+        outcomes = await group.command(order([prompt.group for prompt in prompts]), work.place())
+        for rank, outcome in enumerate(outcomes):
+            own = [prompt for prompt in prompts
+                   if group.replicas.of_group(prompt.group.group_index) == group.replicas.of_rank(rank)]
+            check_hashes(group.role, own, outcome.value.prompt_hashes)
 
 
 def check_hashes(role: str, prompts: Sequence[Prompt], hashes: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from rollplex.coordinator.ranks import OnSamples, Outcome, Rank
 from rollplex.core.errors import Aborted, RollplexError, Unavailable, WrongState, as_domain_error
 from rollplex.core.ids import new_id
 from rollplex.core.phases import Phase
+from rollplex.core.replicas import Replicas
 from rollplex.rpc.status import error_from_rpc
 from rollplex.v1 import phase_service_pb2, types_pb2
 
@@ -42,8 +43,10 @@ class Place:
 class EngineGroup:
     """The ranks of one role, in one epoch. A replica of rollout is a group of one process, however many devices it has."""
 
-    def __init__(self, role: str, addresses: dict[str, str], make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
-        self.role = role
+    def __init__(self, role: str, addresses: dict[str, str], make_stub: Callable[[grpc.aio.Channel], Any],
+                 replicas: Replicas | None = None) -> None:
+        """`replicas`: MeshSection.replicas; absent: one."""
+        self.role, self.replicas = role, replicas or Replicas(len(addresses), len(addresses))
         self.ranks = [Rank(name, address, index) for index, (name, address) in enumerate(addresses.items())]
         self._stubs = [make_stub(rank.channel) for rank in self.ranks]
         # Above every epoch of earlier coordinators and meshes: ranks meet at a place that is named by it.

@@ -160,7 +160,10 @@ class _Parts:
         self.groups = {index: by_group[index] for index in batch}
         self._beside = _scores_beside_training(work)
         # Groups that share a pass stay together: the update is the one of a mini-batch in one part, to the last bit.
-        self._parts = cut(list(self._packs(self.groups)), PARTS if self._beside else 1)
+        whole = list(self._packs(self.groups))
+        # Replicas wait for each other between parts, so that each wants work in every one.
+        most = max(1, len(whole) // work.mesh.trainer.replicas.count)
+        self._parts = cut(whole, min(PARTS, most) if self._beside else 1)
         self._scored = [asyncio.Event() for _ in self._parts]
 
     async def score(self) -> None:
@@ -201,7 +204,8 @@ async def _train(work: IterationWork, parts: _Parts) -> dict[str, float]:
     with work.timeline.span(Phase.SUFFIX, "suffix"):
         found = [await work.mesh.trainer.command(orders.train_suffix(message, scale), work.place())
                  async for message in parts.scored()]
-    return merge_suffix_metrics([agreed_metrics([outcome.value for outcome in outcomes]) for outcomes in found])
+    return merge_suffix_metrics([metrics for outcomes in found for metrics in agreed_metrics(
+        [outcome.value for outcome in outcomes], work.mesh.trainer.replicas)])
 
 
 async def _leave(work: IterationWork) -> None:

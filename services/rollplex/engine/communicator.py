@@ -12,7 +12,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ import torch.distributed as dist
 
 from rollplex.core.errors import Aborted, DeadlineExceeded, RollplexError, Unavailable, as_domain_error
 from rollplex.core.phases import Phase
-from rollplex.core.work import PreparedGroup
 from rollplex.engine.meeting import Meeting, meet
 from rollplex.engine.peer_watch import PeerWatch
-from rollplex.model import Ranks, destroy_tensor_parallel, init_tensor_parallel
+from rollplex.model import Ranks, init_tensor_parallel
 from rollplex.model.parallel import Group
 
 log = logging.getLogger(__name__)
@@ -133,13 +132,6 @@ class Communicator:
         dist.all_gather(parts, padded)
         return [json.loads(part[:count].cpu().numpy().tobytes()) for part, count in zip(parts, counts)]
 
-    def in_order(self, groups: Sequence[PreparedGroup], own: Sequence[str]) -> tuple[str, ...]:
-        """A word for each group, of those that this replica's ranks have for `ranks.own(groups)`. Inside `together`."""
-        if self.ranks.replicas == 1:
-            return tuple(own)
-        by_replica = [iter(words) for words in self.all_gather(list(own))[:self.ranks.replicas]]
-        return tuple(next(by_replica[self.ranks.replica_of(group)]) for group in groups)
-
     def close(self) -> None:
         self._announced = CLOSING
         if self.size > 1:
@@ -164,7 +156,7 @@ class Communicator:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        destroy_tensor_parallel()
+        self.ranks.leave()
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
         self._meeting = None

@@ -47,7 +47,7 @@ def build_engine(config: ReferenceConfig, rank: int = 0) -> ReferenceEngine:
     model_config = read_model_config(checkpoint)
     processor = PromptProcessor.load(checkpoint, max_prompt_tokens=config.model.max_prompt_tokens)
     communicator = Communicator("reference", rank, size, mesh.rendezvous_dir, timeout_s=mesh.collective_timeout_s,
-                                device=str(computes_on), tensor_size=mesh.tensor_size("reference"))
+                                device=str(computes_on), tensor_size=mesh.replicas("reference").tensor_size)
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), computes_on,
                                 group=communicator.ranks.tensor if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(mesh.address("broker"), mesh.handle_socket, process=f"reference-{rank}",
@@ -80,6 +80,6 @@ def serve_forever(config: ReferenceConfig, rank: int) -> None:
                          drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
                          warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
                                          config.mesh.topology.device_name(rank), trains=False,
-                                         ranks=config.mesh.tensor_size("reference"))))
+                                         ranks=config.mesh.replicas("reference").tensor_size)))
     finally:
         destroy_tensor_parallel()

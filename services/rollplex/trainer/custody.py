@@ -147,7 +147,8 @@ def _check_size(lease: SlabLease, size_bytes: int) -> None:
         name = lease.slab.name
         lease.release()
         raise WrongState(f"slab {name} has {found} bytes; this configuration needs {size_bytes}: it was laid out for "
-                         "other trainable parameters, chunk_elements or dtype", reason="STATE_LAYOUT_MISMATCH")
+                         "other trainable parameters, chunk_elements or dtype, or for another mesh.data_parallel",
+                         reason="STATE_LAYOUT_MISMATCH")
 
 
 def delete_earlier(session: BrokerSession, rank: int, size: int) -> None:

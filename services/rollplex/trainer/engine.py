@@ -29,7 +29,6 @@ from rollplex.model.manifest import build_manifest, check_manifest, check_replic
 from rollplex.trainer import custody, export
 from rollplex.trainer.actor_slabs import ActorSlabs
 from rollplex.trainer.durable import DurableCheckpoints
-from rollplex.trainer.metrics import MetricSums
 from rollplex.trainer.prefixes import Prefixes
 from rollplex.trainer.run_state import GradientStage, RunState
 from rollplex.trainer.suffixes import SuffixRunner
@@ -146,9 +145,8 @@ class TrainerEngine:
             state.require_whole()
             self._prefixes.release_all()
             state.discard_gradients()
-            own = self._prefixes.materialize(context, self._reader, self._ranks.own(groups), self._config.saved_activations,
-                                             self._pool)
-            hashes = self.communicator.in_order(groups, own)
+            hashes = self._prefixes.materialize(context, self._reader, self._ranks.own(groups), self._config.saved_activations,
+                                                self._pool)
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
             return work.PrefixResult(hashes, self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
@@ -172,7 +170,7 @@ class TrainerEngine:
 
     def train_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], scale: work.LossScale
                      ) -> work.SuffixResult:
-        """Adds the groups' gradients to the mini-batch's and consumes their boundaries; always in index order.
+        """Adds the gradients of the replica's groups to the mini-batch's and consumes their boundaries; always in index order.
 
         `scale` spans the whole mini-batch (loss.py says how to count), so it may be trained in several calls. Raises, before
         touching any group, WrongState for one without boundary or once the gradient has been measured, and BadInput for
@@ -187,16 +185,7 @@ class TrainerEngine:
             state.begin_summing()
             metrics = runner.train(context, ordered, scale)
             self._report.send()
-            return work.SuffixResult(self._of_all_replicas(metrics).result())
-
-    def _of_all_replicas(self, metrics: MetricSums) -> MetricSums:
-        """Every replica's, in their order; their first ranks are the first ones."""
-        if self._ranks.replicas == 1:
-            return metrics
-        merged = MetricSums()
-        for sums in self.communicator.all_gather(metrics.settled())[:self._ranks.replicas]:
-            merged.merge(MetricSums.of(sums))
-        return merged
+            return work.SuffixResult(metrics.result())
 
     def measure_gradient(self, context: work.WorkContext) -> work.GradientResult:
         """Global L2 norm over the trainable parameters. Closes the mini-batch: nothing may be added until it is applied.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rollplex.core.errors import DataLoss
-from rollplex.model import Ranks, VisionLanguageModel, summed_over_ranks
+from rollplex.model import Ranks, Shard, VisionLanguageModel, summed_over_ranks
 from rollplex.trainer.host_sums import PIECE_ELEMENTS, HostSums
 from rollplex.trainer.optimizer_state import StateLayout
 
@@ -112,11 +112,13 @@ class GradientBuffer:
         gave, of which a rank gets the sum for its own state; and of the tower, and of kv heads that several ranks hold, what each
         rank computed."""
         for name, flat in self._flat_of.items():
-            if self._shards[name].axis is None:
+            shard = self._shards[name]
+            if shard.axis is None:
                 self._sum_whole(name, flat)
+            elif shard.replicated:
+                self._sum_heads(name, shard)
             else:
                 self._sum_parts(name)
-                self._sum_heads(name)
 
     def _sum_whole(self, name: str, flat: torch.Tensor) -> None:
         """What every rank holds whole. A replica's ranks have the same gradient of all but the tower. On GPUs, where a kernel may
@@ -133,19 +135,24 @@ class GradientBuffer:
             self._through_device(flat, partial(dist.broadcast, group=ranks.world, group_src=0))
 
     def _sum_parts(self, name: str) -> None:
+        """What one rank has the state of: to it."""
         parts = self._parts_of[name]
         if len(parts) > 1:
             for replica, flat in enumerate(parts):
                 self._through_device(flat, partial(dist.reduce, group=self._ranks.data, group_dst=replica))
 
-    def _sum_heads(self, name: str) -> None:
-        if not self._model.shards[name].replicated:
-            return
-        shard, view = self._shards[name], self.views[name]
+    def _sum_heads(self, name: str, shard: Shard) -> None:
+        """What several ranks have the state of: in one sum for all, since another order for each would let them drift apart."""
+        ranks, layout, view = self._ranks, self._model.layout, self.views[name]
         whole = torch.zeros(shard.full_shape, dtype=view.dtype, device=self._device)
-        shard.take(whole, self._ranks.rank).copy_(view)
-        dist.all_reduce(whole, group=self._ranks.tensor)
-        view.copy_(shard.take(whole, self._ranks.rank))
+        if ranks.replicas == 1:
+            shard.take(whole, ranks.rank).copy_(view)
+        else:
+            mine = self._model.shards[name].take(whole, ranks.tensor_rank)
+            for replica, flat in enumerate(self._parts_of[name]):
+                layout.take_part(name, mine, replica).copy_(self._as_stored(name, flat))
+        dist.all_reduce(whole, group=ranks.world)
+        view.copy_(shard.take(whole, ranks.rank))
 
     def _through_device(self, flat: torch.Tensor, collective: Callable[..., Any]) -> None:
         """A collective in place, through memory of the allocator's own: NCCL gets no mapped slab."""

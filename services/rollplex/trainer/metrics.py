@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -62,16 +61,6 @@ class MetricSums:
         self.token_count += other.token_count
         self.rollout_token_count += other.rollout_token_count
         self.sample_count += other.sample_count
-
-    def settled(self) -> dict[str, Any]:
-        """All of it as what JSON holds; `of` is the way back. The host waits here."""
-        self._settle()
-        return {"sums": dict(self.sums), "maxima": self.maxima, "minima": self.minima, "token_count": self.token_count,
-                "rollout_token_count": self.rollout_token_count, "sample_count": self.sample_count}
-
-    @classmethod
-    def of(cls, settled: dict[str, Any]) -> MetricSums:
-        return cls(**{**settled, "sums": defaultdict(float, settled["sums"])})
 
     def result(self) -> dict[str, float]:
         """Metrics by public name; the host waits here for what they are made of.

@@ -44,7 +44,7 @@ def build_engine(config: TrainerConfig, rank: int) -> TrainerEngine:
     layout = ActorLayout.build(model_config, topology.rollout_tp, config.model.dtype, size)
     communicator = Communicator("trainer", rank, size, config.mesh.rendezvous_dir,
                                 timeout_s=config.mesh.collective_timeout_s, device=str(device),
-                                tensor_size=config.mesh.tensor_size("trainer"))
+                                tensor_size=config.mesh.replicas("trainer").tensor_size)
     model = VisionLanguageModel(model_config, getattr(torch, config.model.dtype), device, layout=layout,
                                 group=communicator.ranks.tensor if size > 1 else tensor_parallel_group())
     session = BrokerSession.connect(config.mesh.address("broker"), config.mesh.handle_socket, process=f"trainer-{rank}",
@@ -69,6 +69,6 @@ def serve_forever(config: TrainerConfig, rank: int) -> None:
                          drain_timeout_s=config.mesh.drain_timeout_s, config=config_facts(config.mesh, config.model),
                          warm_up=partial(warm_up, config.model.checkpoint, config.model.dtype,
                                          config.mesh.topology.device_name(rank), trains=True,
-                                         ranks=config.mesh.tensor_size("trainer"))))
+                                         ranks=config.mesh.replicas("trainer").tensor_size)))
     finally:
         destroy_tensor_parallel()

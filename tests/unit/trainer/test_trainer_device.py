@@ -365,20 +365,21 @@ def test_collectives_take_gradients_in_pieces_through_memory_that_is_not_the_buf
     assert flat.tolist() == [2.0 * index for index in range(10)]
 
 
-TOWER, NORM, HEAD = "visual.merger.ln_q.weight", "language_model.norm.weight", "lm_head.weight"
+TOWER, NORM, HEAD, KEYS = "visual.merger.ln_q.weight", "language_model.norm.weight", "lm_head.weight", "k_proj.weight"
 
 
 @pytest.mark.parametrize(("device", "ranks", "expected"), [
-    ("cpu", Ranks(0, 1, 1), []), ("cuda", Ranks(0, 1, 1), []),
-    ("cpu", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world")]),
-    ("cuda", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (NORM, "broadcast", "world")]),
+    ("cpu", Ranks(0, 1, 1), [(KEYS, "one sum")]), ("cuda", Ranks(0, 1, 1), [(KEYS, "one sum")]),
+    ("cpu", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (KEYS, "one sum")]),
+    ("cuda", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (NORM, "broadcast", "world"), (KEYS, "one sum")]),
     ("cpu", Ranks(0, 2, 1), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"),
-                             ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data")]),
+                             ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")]),
     ("cuda", Ranks(3, 4, 2), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"), (NORM, "broadcast", "world"),
-                              ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data")])], ids=str)
+                              ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")])], ids=str)
 def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(device, ranks, expected, monkeypatch):
     """A replica's ranks compute parts of the tower's; of other parameters that they hold whole each has the whole gradient, which
-    on a GPU may differ in its last bits. Replicas have those of their groups, of what each rank has the state of."""
+    on a GPU may differ in its last bits. Replicas have those of their groups, of what each rank has the state of; what several
+    ranks have the state of is summed once for all of them."""
     from types import SimpleNamespace
 
     from rollplex.trainer import gradients
@@ -391,12 +392,13 @@ def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(d
     monkeypatch.setattr(Ranks, "world", "world")
     ranks.data = "data"
     whole, cut = SimpleNamespace(axis=None, replicated=True), SimpleNamespace(axis=0, replicated=False)
-    shards = {TOWER: whole, NORM: whole, HEAD: cut}
+    shards = {TOWER: whole, NORM: whole, HEAD: cut, KEYS: SimpleNamespace(axis=0, replicated=True)}
     buffer = object.__new__(gradients.GradientBuffer)
     buffer._shards, buffer._ranks, buffer._device = shards, ranks, torch.device(device)
     buffer._model, buffer._flat_of = SimpleNamespace(shards=shards), {name: name for name in shards}
     buffer._parts_of = {HEAD: [f"part {replica}" for replica in range(ranks.replicas)]}
     monkeypatch.setattr(buffer, "_through_device", lambda name, collective: collective(name))
+    monkeypatch.setattr(buffer, "_sum_heads", lambda name, shard: done.append((name, "one sum")))
     buffer.sum_over_ranks()
     assert done == expected
 

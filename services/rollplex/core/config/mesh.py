@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollplex.core.config.checks import check_at_least, check_one_of
 from rollplex.core.errors import BadInput
+from rollplex.core.replicas import Replicas
 from rollplex.core.sharing import POLICIES, Policy
 from rollplex.core.topology import Topology
 
@@ -85,7 +86,7 @@ class MeshSection:
         if not self.collective_timeout_s > 0:
             raise ValueError(f"collective_timeout_s is {self.collective_timeout_s}; it must be above 0")
         _ = self.topology
-        if self.reference_tensor_parallel % self.tensor_size("reference"):
+        if self.data_parallel and (ranks := self.reference_tensor_parallel) % min(self.rollout_tensor_parallel, ranks):
             raise ValueError(f"reference_tensor_parallel is {self.reference_tensor_parallel}; with data_parallel it must be a "
                              f"multiple of rollout_tensor_parallel, {self.rollout_tensor_parallel}, or less")
         self._check_addresses()
@@ -142,10 +143,11 @@ class MeshSection:
         """Share of the SMs for prefix blocks, where they have a stream of their own."""
         return self.prefix_percent if self.policy is not None and self.policy.prefix_stream_capped else None
 
-    def tensor_size(self, role: str) -> int:
-        """Ranks of trainer or reference that compute a group together."""
+    def replicas(self, role: str) -> Replicas:
+        """Of the trainer's or the reference's ranks."""
         ranks = self.ranks(role)
-        return min(self.rollout_tensor_parallel, ranks) if self.data_parallel else ranks
+        shares = self.data_parallel and self.topology.q > 1
+        return Replicas(ranks, min(self.rollout_tensor_parallel, ranks) if shares else ranks)
 
     def ranks(self, role: str) -> int:
         """Processes of a role: its ranks, or rollout's replicas."""
