@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 
 import pytest
@@ -41,3 +42,25 @@ def test_every_group_is_one_replicas(size, tensor_size):
 def test_what_does_not_divide_is_refused(size, tensor_size):
     with pytest.raises(BadInput, match="tensor-parallel groups"):
         Ranks(0, size, tensor_size)
+
+
+def test_groups_are_aborted_at_once(monkeypatch):
+    """An abort waits for the GPU, so also for a kernel that spins in a group whose abort has not begun; one that fails stops none."""
+    together = threading.Barrier(3, timeout=20)
+
+    class Waiting:
+        def __init__(self, fails: bool = False) -> None:
+            self.fails, self.aborted = fails, False
+
+        def abort(self) -> None:
+            together.wait()
+            if self.fails:
+                raise RuntimeError("a kernel still runs")
+            self.aborted = True
+
+    ranks = Ranks(0, 4, 2)
+    ranks.tensor, ranks.data, whole = Waiting(), Waiting(fails=True), Waiting()
+    monkeypatch.setattr(Ranks, "world", whole)
+    monkeypatch.setattr("rollplex.model.ranks.dist.is_initialized", lambda: True)
+    ranks.abort()
+    assert (ranks.tensor.aborted, ranks.data.aborted, whole.aborted) == (True, False, True)
