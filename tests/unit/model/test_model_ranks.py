@@ -45,7 +45,8 @@ def test_what_does_not_divide_is_refused(size, tensor_size):
 
 
 def test_groups_are_aborted_at_once(monkeypatch):
-    """An abort waits for the GPU, so also for a kernel that spins in a group whose abort has not begun; one that fails stops none."""
+    """An abort waits for the GPU, so also for a kernel that spins in a group whose abort has not begun. One that fails stops
+    none."""
     together = threading.Barrier(3, timeout=20)
 
     class Waiting:
