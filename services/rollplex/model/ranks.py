@@ -20,17 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class Ranks:
-    """`meet` and `leave` are the pair, once an epoch; before the first the groups are seats."""
+    """`meet` and `leave` are the pair, once an epoch; in between the groups are seats."""
 
     def __init__(self, rank: int, size: int, tensor_size: int) -> None:
         """Raises BadInput unless `tensor_size`, the ranks that compute a group together, divides `size`."""
         self._places = places = Replicas(size, tensor_size)
         self.rank, self.size, self.tensor_size = rank, size, tensor_size
         self.replicas, self.replica, self.tensor_rank = places.count, places.of_rank(rank), places.shard(rank)
-        self.tensor: Group = Seat(self.tensor_rank, tensor_size)
+        self.tensor: Group
         """This replica's ranks."""
-        self.data: Group = Seat(self.replica, self.replicas)
+        self.data: Group
         """The ranks of this shard."""
+        self._take_seats()
 
     @property
     def world(self) -> dist.ProcessGroup:
@@ -58,6 +59,7 @@ class Ranks:
         groups = self._groups()
         if len(groups) > 1 and dist.get_backend() == "nccl":
             self.abort()
+        self._take_seats()
         destroy_tensor_parallel()
 
     def abort(self) -> None:
@@ -72,6 +74,9 @@ class Ranks:
     def error(self) -> str:
         """`group_error` of the first group that is broken."""
         return next(filter(None, map(group_error, self._groups())), "")
+
+    def _take_seats(self) -> None:
+        self.tensor, self.data = Seat(self.tensor_rank, self.tensor_size), Seat(self.replica, self.replicas)
 
     def _groups(self) -> list[dist.ProcessGroup]:
         """Each once; none before `init_tensor_parallel`."""
