@@ -368,15 +368,15 @@ def test_collectives_take_gradients_in_pieces_through_memory_that_is_not_the_buf
 TOWER, NORM, HEAD, KEYS = "visual.merger.ln_q.weight", "language_model.norm.weight", "lm_head.weight", "k_proj.weight"
 
 
-@pytest.mark.parametrize(("device", "ranks", "expected"), [
-    ("cpu", Ranks(0, 1, 1), [(KEYS, "one sum")]), ("cuda", Ranks(0, 1, 1), [(KEYS, "one sum")]),
-    ("cpu", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (KEYS, "one sum")]),
-    ("cuda", Ranks(0, 2, 2), [(TOWER, "all_reduce", "world"), (NORM, "broadcast", "world"), (KEYS, "one sum")]),
-    ("cpu", Ranks(0, 2, 1), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"),
-                             ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")]),
-    ("cuda", Ranks(3, 4, 2), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"), (NORM, "broadcast", "world"),
-                              ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")])], ids=str)
-def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(device, ranks, expected, monkeypatch):
+@pytest.mark.parametrize(("device", "place", "expected"), [
+    ("cpu", (0, 1, 1), [(KEYS, "one sum")]), ("cuda", (0, 1, 1), [(KEYS, "one sum")]),
+    ("cpu", (0, 2, 2), [(TOWER, "all_reduce", "world"), (KEYS, "one sum")]),
+    ("cuda", (0, 2, 2), [(TOWER, "all_reduce", "world"), (NORM, "broadcast", "world"), (KEYS, "one sum")]),
+    ("cpu", (0, 2, 1), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"),
+                        ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")]),
+    ("cuda", (3, 4, 2), [(TOWER, "all_reduce", "world"), (NORM, "all_reduce", "data"), (NORM, "broadcast", "world"),
+                         ("part 0", "reduce to 0", "data"), ("part 1", "reduce to 1", "data"), (KEYS, "one sum")])])
+def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(device, place, expected, monkeypatch):
     """A replica's ranks compute parts of the tower's; of other parameters that they hold whole each has the whole gradient, which
     on a GPU may differ in its last bits. Replicas have those of their groups, of what each rank has the state of; what several
     ranks have the state of is summed once for all of them."""
@@ -390,6 +390,7 @@ def test_a_mini_batchs_gradients_are_summed_over_those_who_have_a_part_of_them(d
     monkeypatch.setattr(gradients.dist, "reduce",
                         lambda name, group, group_dst: done.append((name, f"reduce to {group_dst}", group)))
     monkeypatch.setattr(Ranks, "world", "world")
+    ranks = Ranks(*place)
     ranks.data = "data"
     whole, cut = SimpleNamespace(axis=None, replicated=True), SimpleNamespace(axis=0, replicated=False)
     shards = {TOWER: whole, NORM: whole, HEAD: cut, KEYS: SimpleNamespace(axis=0, replicated=True)}
