@@ -75,6 +75,9 @@ def parse_arms(text: str, device: str, *, train_tp: int = 1, rollout_tp: int = 1
         given = (int(found["train"]), int(found["rollout"])) if found["train"] else None
         arm = _placed(schedule, policy, given, (train_tp, rollout_tp), gpus)
         arm = replace(arm, data_parallel=bool(found["shared"]))
+        if arm.data_parallel and arm.topology.q == 1:
+            raise BadInput(f"arm {item!r}: replicas share prompts out where TP_rollout is below TP_train; without dp it is "
+                           "the same", reason="BAD_ARM")
         if gpus and arm.gpus != gpus:
             raise BadInput(f"arm {arm} takes {arm.gpus} GPUs and not {gpus}: what is compared has equally many (--gpus)",
                            reason="BAD_ARM")

@@ -1,7 +1,7 @@
-"""A role's ranks as replicas of the whole model that share an iteration's groups out (data parallelism). Pure arithmetic.
+"""Ranks as replicas of the whole model, which may share an iteration's groups out (data parallelism). Pure arithmetic.
 
-With q replicas rank r has shard r // q of the model in replica r % q. Ranks that hold one rollout shard (topology.py) are each of
-another replica, so that a replica's ranks find the whole model in the slabs of their own devices.
+With q replicas rank r has shard r // q of the model in replica r % q. So training's ranks lie over rollout's replicas
+(topology.py), and so they share groups out: a replica's ranks find the whole model in the slabs of their own devices.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollplex.core.errors import BadInput
+from rollplex.core.replicas import Replicas
 from rollplex.core.visible_gpus import visible_ordinal
 
 DEVICE_KINDS = ("host", "cuda")
@@ -41,8 +42,12 @@ class Topology:
                            reason="BAD_TOPOLOGY")
 
     @property
+    def _places(self) -> Replicas:
+        return Replicas(self.train_tp, self.rollout_tp)
+
+    @property
     def q(self) -> int:
-        return self.train_tp // self.rollout_tp
+        return self._places.count
 
     @property
     def device_count(self) -> int:
@@ -54,16 +59,15 @@ class Topology:
 
     def rollout_shard(self, device: int) -> int:
         """Which of the TP_rollout shards a trainer's device holds."""
-        return device // self.q
+        return self._places.shard(device)
 
     def part(self, device: int) -> int:
         """Which of the q parts of that shard the device's training rank owns."""
-        return device % self.q
+        return self._places.of_rank(device)
 
     def peers(self, device: int) -> tuple[int, ...]:
         """Devices that hold the same rollout shard, the device itself included: where its training rank writes."""
-        first = self.rollout_shard(device) * self.q
-        return tuple(range(first, first + self.q))
+        return tuple(self._places.peers(self.rollout_shard(device)))
 
     def replica_devices(self, replica: int) -> tuple[int, ...]:
         """Device of each rollout rank of a replica."""
@@ -72,12 +76,12 @@ class Topology:
         if self.own_replicas:
             first = self.train_tp + replica * self.rollout_tp
             return tuple(range(first, first + self.rollout_tp))
-        return tuple(shard * self.q + replica for shard in range(self.rollout_tp))
+        return tuple(self._places.members(replica))
 
     def source(self, replica: int) -> tuple[int, ...]:
         """Trainer's devices with the shards of a replica's devices: those themselves, or what a replica with devices of its
         own copies from. The q holders of a shard are taken in turn."""
-        return tuple(shard * self.q + replica % self.q for shard in range(self.rollout_tp))
+        return tuple(self._places.members(replica % self.q))
 
     def device_name(self, index: int) -> str:
         """"host:0", "cuda:1", ...: a slab set, and what computes on it."""

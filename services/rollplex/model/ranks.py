@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -40,6 +40,11 @@ class Ranks:
     def own(self, groups: Iterable[Prompt]) -> list[Prompt]:
         """Those that this replica computes."""
         return [group for group in groups if self._places.of_group(group.group_index) == self.replica]
+
+    def own_packs(self, packs: Iterable[Sequence[ResponseGroup]]) -> Iterator[list[ResponseGroup]]:
+        """This replica's part of each, where it has one. Packs are all ranks': which groups meet in one does not depend on the
+        message that they came with."""
+        return filter(None, map(self.own, packs))
 
     def meet(self, timeout_s: float, device: torch.device | str) -> None:
         """After `init_tensor_parallel` of all ranks, which call this together."""
@@ -88,5 +93,6 @@ class Ranks:
 def _abort(group: dist.ProcessGroup) -> None:
     try:
         group.abort()
-    except Exception as error:  # noqa: BLE001 - the other groups' go on, and the process may end otherwise
-        log.warning("a group could not be aborted: %s: %s", type(error).__name__, error)
+    except RuntimeError as error:
+        # torch's, after a wait of the group's timeout; its watchdog is what is left to end the group.
+        log.warning("a group could not be aborted: %s", error)

@@ -137,8 +137,7 @@ class ReferenceEngine:
             samples: list[work.SampleLogprobs] = []
             with self._weights_there():
                 done = 0
-                # A pack is all ranks', as in the trainer.
-                for pack in filter(None, map(self._ranks.own, packs(groups, self._micro_batch_samples))):
+                for pack in self._ranks.own_packs(packs(groups, self._micro_batch_samples)):
                     context.check()
                     samples += self._score(pack, temperature)
                     for group in pack:

@@ -47,10 +47,10 @@ class GradientBuffer:
         if ranks.replicas > 1:
             for name, count in layout.element_counts:
                 if self._shards[name].axis is not None:
-                    self._parts_of[name] = others = []
+                    self._parts_of[name] = parts = []
                     for replica in range(ranks.replicas):
                         mine = replica == ranks.replica
-                        others.append(self._flat_of[name] if mine else self._all[start:start + count])
+                        parts.append(self._flat_of[name] if mine else self._all[start:start + count])
                         start += 0 if mine else count
         self.apart = lies_apart(self.flat, self._device)
         """The buffer is in host memory, the model on a GPU."""

@@ -71,8 +71,8 @@ class SuffixRunner:
               ) -> list[SampleLogprobs]:
         """Log-probabilities of every sample of the own groups, in their order."""
         scored: list[SampleLogprobs] = []
-        done = 0
-        for pack in self._packs(groups):
+        done, count = 0, len(self.ranks.own(groups))
+        for pack in self.ranks.own_packs(packs(groups, self.micro_batch_samples)):
             context.check()
             scored += self._score_pack(pack, temperature)
             for group in pack:
@@ -80,13 +80,13 @@ class SuffixRunner:
                     self.prefixes.release(group.group_index)
                 crash_point("trainer.old_logprob.group")
             done += len(pack)
-            context.progress(done, len(self.ranks.own(groups)), "groups")
+            context.progress(done, count, "groups")
         return scored
 
     def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
         """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
-        metrics, done = MetricSums(), 0
-        for pack in self._packs(groups):
+        metrics, done, count = MetricSums(), 0, len(self.ranks.own(groups))
+        for pack in self.ranks.own_packs(packs(groups, self.micro_batch_samples)):
             context.check()
             for batch in self._micro_batches(pack):
                 if any(part.scored for part in batch):
@@ -98,7 +98,7 @@ class SuffixRunner:
                 self.prefixes.release(group.group_index)
                 crash_point("trainer.suffix.group")
                 done += 1
-                context.progress(done, len(self.ranks.own(groups)), "groups")
+                context.progress(done, count, "groups")
         return metrics
 
     @torch.no_grad()
@@ -142,10 +142,6 @@ class SuffixRunner:
             self.model, hidden_TD, packed.targets, temperature=temperature,
             forbidden=self.model.config.forbidden_token_ids, chunk_tokens=self.chunk_tokens, with_entropy=with_entropy)
         return packed.split(logp_T), [] if entropy_T is None else packed.split(entropy_T)
-
-    def _packs(self, groups: Sequence[ResponseGroup]) -> Iterator[list[ResponseGroup]]:
-        """A pack is all ranks': which groups meet in it does not depend on which message they came with."""
-        return filter(None, map(self.ranks.own, packs(groups, self.micro_batch_samples)))
 
     def _micro_batches(self, pack: Sequence[ResponseGroup]) -> Iterator[list[Part]]:
         """Of one pack: all its groups at once, or a single one in parts."""

@@ -56,6 +56,7 @@ def test_arms_of_other_numbers_of_gpus_are_refused():
 @pytest.mark.parametrize(("text", "device", "reason"), [
     ("", "cuda", "BAD_ARM"), (",", "cuda", "BAD_ARM"), ("parallel", "cuda", "BAD_ARM"), ("overlap@", "cuda", "BAD_ARM"),
     ("overlap@mps", "cuda", "BAD_ARM"), ("overlap:2", "cuda", "BAD_ARM"), ("serial:2x1,serial:2x1", "cuda", "BAD_ARM"),
+    ("overlap:2x2dp", "cuda", "BAD_ARM"),
     ("serial,serial@time-slice", "cuda", "BAD_ARM"),
     ("overlap@mps-default", "cpu", "POLICY_NEEDS_GPU")])
 def test_what_is_no_arm_is_refused(text, device, reason):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rollplex.core.config import MeshSection
 from rollplex.core.errors import BadInput
+from rollplex.core.replicas import Replicas
 from rollplex.core.topology import Topology, is_host
 
 PAIRS = [(train, rollout) for train in (1, 2, 4, 8) for rollout in (1, 2, 4, 8) if train % rollout == 0]
@@ -33,6 +35,20 @@ def test_replicas_cover_the_devices_once_and_hold_every_shard(train, rollout):
 def test_what_does_not_nest_is_refused_with_the_numbers(train, rollout):
     with pytest.raises(BadInput, match=f"TP {train} and rollout at TP {rollout}"):
         Topology(train, rollout)
+
+
+def test_a_reference_shares_groups_out_as_its_ranks_allow(tmp_path):
+    def mesh(**sizes) -> MeshSection:
+        given = {"train_tensor_parallel": 4, "rollout_tensor_parallel": 2, "data_parallel": True}
+        return MeshSection(runtime_dir=tmp_path, **(given | sizes))
+
+    assert mesh().replicas("trainer") == Replicas(4, 2)
+    assert [mesh(reference_tensor_parallel=size).replicas("reference") for size in (1, 2, 4)] == [
+        Replicas(1, 1), Replicas(2, 2), Replicas(4, 2)]
+    assert mesh(data_parallel=False, reference_tensor_parallel=4).replicas("reference") == Replicas(4, 4)
+    assert mesh(rollout_tensor_parallel=4).replicas("trainer") == Replicas(4, 4), "q is 1"
+    with pytest.raises(ValueError, match="reference_tensor_parallel is 3"):
+        mesh(reference_tensor_parallel=3)
 
 
 def test_replicas_on_devices_of_their_own_come_after_the_trainers():

@@ -14,6 +14,7 @@ from rollplex.model import ActorLayout, Ranks, Seat, VisionLanguageModel, read_m
 from rollplex.trainer import custody, gradients
 from rollplex.trainer.gradients import GradientBuffer
 
+EPSILON = torch.finfo(torch.float32).eps
 NOW = threading.local()
 """Which rank the thread is."""
 
@@ -100,13 +101,16 @@ def test_ranks_get_the_sum_of_what_all_computed(world, checkpoint, single_rank, 
         buffer.sum_over_ranks()
         return {name: view.clone() for name, view in buffer.views.items()}
 
+    # Half an epsilon each, of all that is summed: three products, a sum of steps, one over ranks, and the truth's.
+    roundings = (3 + 1 + (size - 1) + (everybody[0].replicas - 1)) / 2
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(run, everybody))
     for name, shard in layout.shards.items():
         holders: dict[int, list[torch.Tensor]] = {}
         for rank, views in enumerate(found):
             holders.setdefault(0 if shard.axis is None else shard.piece_of(rank), []).append(views[name])
-            torch.testing.assert_close(views[name], shard.take(truth[name].sum(0), rank), rtol=1e-5, atol=1e-5)
-        drifted = [name for same in holders.values() for view in same if not torch.equal(view, same[0])]
-        # What all ranks hold whole is made one by a broadcast, on a GPU.
-        assert shard.axis is None and not summed_over_ranks(name) or not drifted
+            error = (views[name] - shard.take(truth[name].sum(0), rank)).abs()
+            assert bool((error <= shard.take(roundings * EPSILON * truth[name].abs().sum(0), rank)).all()), (name, rank)
+        by_broadcast = shard.axis is None and not summed_over_ranks(name)
+        if not by_broadcast:
+            assert all(torch.equal(view, same[0]) for same in holders.values() for view in same), f"{name} drifts apart"

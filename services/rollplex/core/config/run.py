@@ -41,7 +41,7 @@ class RunConfig:
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0
     """Samples in one suffix forward: fewer than a group has are parts of it, twice as many or more are several whole groups, with
-    fewer launches for the host and more memory on the device; 0: a group."""
+    fewer launches for the host and more memory on the device, those of all replicas with mesh.data_parallel; 0: a group."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
