@@ -43,7 +43,7 @@ LINES_KEPT=12
 wanted facts && part facts 40 sh -c 'nvidia-smi topo -m; nvidia-smi --query-gpu=index,name,memory.total --format=csv; env | grep -E "^(NCCL|TORCH|NVSHMEM|CUDA)"; df -h /tmp /dev/shm; '"$python"' benchmarks/gpu/check.py'
 wanted peer && part peer 60 $tests tests/gpu/test_gpu_two.py -k slab
 wanted nccl && part nccl 100 env NCCL_DEBUG=WARN $tests tests/gpu/test_gpu_two.py -k meet
-wanted exact && part exact 240 $tests tests/gpu/test_gpu_two.py -k updates
+wanted exact && part exact 330 $tests tests/gpu/test_gpu_two.py -k updates
 wanted publish && part publish 60 "$python" benchmarks/publish/publish.py --device cuda --shape 3b 7b --pairs 2:1 2:2 --repeats 5 --out "$out/publish.json"
 [ -z "${grower:-}" ] || wait "$grower" || true
 [ ! -e "$out/memory.txt" ] || cat "$out/memory.txt"
