@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from rollplex.coordinator import orders
 from rollplex.coordinator.intake import Prompt
@@ -15,6 +15,7 @@ from rollplex.coordinator.work import IterationWork
 from rollplex.core.advantages import has_signal
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import DataLoss
+from rollplex.core.packs import companions
 from rollplex.core.phases import Phase
 from rollplex.core.work import FinishedSample, GenerateResult, Sampling
 
@@ -183,7 +184,7 @@ def _note_rollout(metrics: dict[str, float], result: GenerateResult) -> None:
 def _prefixes(work: IterationWork) -> list[Awaitable]:
     """The prefixes that this iteration still needs, as coroutines."""
     mesh, survive, prefixes = work.mesh, work.recovery.survive, []
-    unscored = unreferenced(work)
+    unscored = in_company(work, [prompt.group.group_index for prompt in unreferenced(work)])
     if work.with_reference and unscored:
         prefixes.append(survive(
             mesh.reference, lambda: prefix(work, mesh.reference, "reference_prefix", orders.reference_prefix, unscored),
@@ -207,6 +208,12 @@ def unreferenced(work: IterationWork) -> list[Prompt]:
                 and not has_signal([sample.reward for sample in samples]))
 
     return [prompt for prompt in work.prompts if not needless(prompt)]
+
+
+def in_company(work: IterationWork, indices: Iterable[int]) -> list[Prompt]:
+    """Prompts of these groups, and of those that go through a prefix with them: made for some only, or once more, it is the same
+    to the last bit."""
+    return [work.prompts[index] for index in companions(indices, len(work.prompts), work.config.groups_per_pass)]
 
 
 async def prefix(work: IterationWork, group: EngineGroup, span: str, order: Callable[..., orders.Order],

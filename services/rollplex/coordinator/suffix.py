@@ -9,7 +9,7 @@ from typing import TypeVar
 from rollplex.coordinator import orders
 from rollplex.coordinator.agreement import agreed_gradient, agreed_metrics
 from rollplex.coordinator.metrics import merge_suffix_metrics
-from rollplex.coordinator.overlap import prefix
+from rollplex.coordinator.overlap import in_company, prefix
 from rollplex.coordinator.peers import EngineGroup, together
 from rollplex.coordinator.records import Note, SampleRecord
 from rollplex.coordinator.work import IterationWork
@@ -69,7 +69,7 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, nam
     async def ask() -> None:
         asked = [ResponseGroup(index, tuple(ResponseSample(sample.sample_index, sample.token_ids) for sample in samples))
                  for index, samples in _without(groups, name).items()]
-        for part in orders.in_messages(packs(asked, work.config.suffix_micro_batch_samples)):
+        for part in orders.in_messages(packs(asked, work.config.groups_per_pass)):
             order = orders.score_suffix(part, work.config.sampling.temperature, keep_boundaries=keep)
             outcomes = await group.command(order, work.place())
             # Of the first rank of each replica: every sample once.
@@ -85,7 +85,7 @@ async def _logprobs(work: IterationWork, group: EngineGroup, groups: Groups, nam
 async def _prefixes_again(work: IterationWork, group: EngineGroup, groups: Groups) -> None:
     order, span = ((orders.reference_prefix, "reference_prefix_again") if group is work.mesh.reference else
                    (orders.trainer_prefix, "trainer_prefix_again"))
-    await prefix(work, group, span, order, [work.prompts[index] for index in groups], Phase.SUFFIX)
+    await prefix(work, group, span, order, in_company(work, groups), Phase.SUFFIX)
 
 
 def _assign_advantages(work: IterationWork, groups: Groups) -> list[int]:
@@ -122,8 +122,9 @@ async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[i
     """Suffix and backward of one mini-batch, the indices of its groups, from SUFFIX into UPDATE. All but the first compute their
     prefix under the new snapshot. A trainer that is lost before the norm is known goes back to SUFFIX and begins the mini-batch
     anew."""
-    trainer, prompts = work.mesh.trainer, [work.prompts[index] for index in batch]
-    parts = _Parts(work, batch)
+    trainer, parts = work.mesh.trainer, _Parts(work, batch)
+    # The first one's are OVERLAP's.
+    prompts = [work.prompts[index] for index in batch] if index else in_company(work, batch)
 
     async def begin() -> None:
         if work.phase is Phase.UPDATE:
@@ -184,7 +185,7 @@ class _Parts:
                 yield message
 
     def _packs(self, groups: Groups) -> Iterator[list[ResponseGroup]]:
-        return packs(_responses(groups), self._work.config.suffix_micro_batch_samples)
+        return packs(_responses(groups), self._work.config.groups_per_pass)
 
     def _groups_of(self, part: Sequence[Sequence[ResponseGroup]]) -> Groups:
         return {group.group_index: self.groups[group.group_index] for pack in part for group in pack}

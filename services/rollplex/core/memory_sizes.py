@@ -49,7 +49,7 @@ class Work:
 
     @property
     def packed_groups(self) -> int:
-        """Groups in one suffix forward."""
+        """Groups in one suffix forward, and their prompts in one prefix."""
         return max(1, min(self.micro_batch_samples // self.samples, self.groups))
 
     @property
@@ -245,6 +245,11 @@ class Sizes:
         return -(-self.given.work.groups // (self.given.gpus // self.given.topology.train_tp * replicas))
 
     @property
+    def packed_prompts(self) -> int:
+        """Of those that go through a pass together, a rank's: replicas share them out."""
+        return -(-self.given.work.packed_groups // (self.given.topology.train_tp // self.tp))
+
+    @property
     def boundary(self) -> int:
         """One role's keys and values of all prompts."""
         return self.groups_per_rank * self.given.work.prompt_tokens * self.kv_token(self.tp)
@@ -252,7 +257,7 @@ class Sizes:
     @property
     def boundary_gradients(self) -> int:
         """Of the groups whose suffixes are in work."""
-        return self.given.work.packed_groups * self.longest_prompt * self.kv_token(self.tp)
+        return self.packed_prompts * self.longest_prompt * self.kv_token(self.tp)
 
     @property
     def group_kv(self) -> int:
@@ -278,7 +283,7 @@ class Sizes:
         tower = 0
         if not self.given.freeze_vision:
             tower = shapes.vision.depth * self._tower_layer_kept(work.visual) + self._merger_kept(work.visual)
-        return self.groups_per_rank * (shapes.layer_count * self._layer_kept(work.prompt_tokens) + tower)
+        return self.groups_per_rank * (shapes.layer_count * self._layer_kept(work.prompt_tokens, self.packed_prompts) + tower)
 
     @property
     def patches(self) -> int:
@@ -300,19 +305,19 @@ class Sizes:
                 "from_inputs": prompts}[activations]
 
     def prefix_backward(self, activations: str) -> int:
-        """What the longest prompt's backward pass adds: a layer's working set, and its layer inputs where all of it runs again,
-        from patches that are there."""
+        """What the backward pass of the longest prompts adds: a layer's working set, and their layer inputs where all of it runs
+        again, from patches that are there."""
         again = self._inputs(self.longest_prompt) + self._tower_inputs(self.given.work.longest_visual)
-        return self.prefix_working_set + again * (activations == "from_inputs")
+        return self.prefix_working_set + self.packed_prompts * again * (activations == "from_inputs")
 
     def suffix_activations(self, saved: str) -> int:
         """Of one micro-batch: layer inputs (`keep`: every activation, the boundaries' keys and values beside the own), the
         last norm, one layer's working set and one chunk of logits."""
         work, shapes = self.given.work, self.given.shapes
-        tokens = work.packed_samples * work.response_tokens
+        tokens = min(work.packed_samples, self.packed_prompts * work.samples) * work.response_tokens
         kept = self._inputs(tokens)
         if saved == "keep":
-            boundary = work.packed_groups * work.prompt_tokens * self.kv_token(self.tp)
+            boundary = self.packed_prompts * work.prompt_tokens * self.kv_token(self.tp)
             kept = shapes.layer_count * self._layer_kept(tokens) + boundary
         return kept + tokens * self._norm_kept(shapes.hidden_size) + self.layer_working_set(tokens) + self.logits(tokens)
 
@@ -323,12 +328,13 @@ class Sizes:
 
     @property
     def prefix_working_set(self) -> int:
-        """One layer of one prompt, forward and backward: the decoder's or the tower's, which one rank may compute whole."""
-        tokens, vision = self.given.work.longest_visual, self.given.shapes.vision
+        """One layer of the prompts of a pass, forward and backward: the decoder's or the tower's, which one rank may compute
+        whole."""
+        tokens, vision = self.packed_prompts * self.given.work.longest_visual, self.given.shapes.vision
         patches = tokens * vision.spatial_merge_size**2
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
         tower = 0 if self.given.freeze_vision else max(self._tower_layer_kept(tokens), self._merger_kept(tokens)) + gradients
-        return max(self.layer_working_set(self.longest_prompt), tower)
+        return max(self.layer_working_set(self.packed_prompts * self.longest_prompt, self.packed_prompts), tower)
 
     @property
     def media(self) -> int:
@@ -347,17 +353,20 @@ class Sizes:
             return 0
         return tokens * (tower.depth + 1) * tower.hidden_size * tower.spatial_merge_size**2 * self.item
 
-    def layer_working_set(self, tokens: int) -> int:
-        """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once."""
+    def layer_working_set(self, tokens: int, prompts: int = 1) -> int:
+        """What one decoder layer saves for its backward, and the gradients of its MLP, which are the most at once. `prompts`: in
+        a row."""
         shapes, tp = self.given.shapes, self.tp
         gradients = 2 * shapes.hidden_size + 3 * shapes.intermediate_size // tp
-        return self._layer_kept(tokens) + tokens * self.item * gradients
+        return self._layer_kept(tokens, prompts) + tokens * self.item * gradients
 
-    def _layer_kept(self, tokens: int) -> int:
+    def _layer_kept(self, tokens: int, prompts: int = 1) -> int:
         """What a decoder layer saves, cut where TP cuts it: of each norm the input in float32 and two outputs; queries, attention
-        output, keys and values; of the MLP gate, its activation, up and their product. As counted by trainer.saved_bytes."""
+        output (of several prompts once each and once in a row), keys and values; of the MLP gate, its activation, up and their
+        product. As counted by trainer.saved_bytes."""
         shapes, tp = self.given.shapes, self.tp
-        heads = 2 * shapes.head_count * shapes.head_size + 2 * max(tp, shapes.kv_head_count) * shapes.head_size
+        queries = 2 if prompts == 1 else 3
+        heads = queries * shapes.head_count * shapes.head_size + 2 * max(tp, shapes.kv_head_count) * shapes.head_size
         return tokens * (2 * self._norm_kept(shapes.hidden_size) + self.item * ((heads + 4 * shapes.intermediate_size) // tp))
 
     def _tower_layer_kept(self, tokens: int) -> int:

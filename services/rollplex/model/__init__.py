@@ -7,7 +7,7 @@ ensure_torchvision()
 
 from rollplex.core.prompt_hash import prompt_hash
 from rollplex.model.activations import HostCopies, Limit, Offload
-from rollplex.model.boundary import Boundary
+from rollplex.model.boundary import Boundary, PrefixPass
 from rollplex.model.checkpoint import load_into, save_checkpoint
 from rollplex.model.config import ModelConfig, read_model_config
 from rollplex.model.decode import GroupDecoder
@@ -20,7 +20,7 @@ from rollplex.model.packing import PackedSuffix, pack_groups, pack_responses
 from rollplex.model.parallel import Seat, destroy_tensor_parallel, init_tensor_parallel, tensor_parallel_group
 from rollplex.model.parameters import module_of
 from rollplex.model.positions import mrope_positions
-from rollplex.model.prefix import prefix_forward
+from rollplex.model.prefix import prefix_forward, prefix_pass
 from rollplex.model.ranks import Ranks
 from rollplex.model.shard import Shard
 from rollplex.model.suffix import suffix_forward
@@ -38,6 +38,7 @@ __all__ = [
     "Offload",
     "PackedSuffix",
     "Part",
+    "PrefixPass",
     "PromptInputs",
     "Ranks",
     "Seat",
@@ -51,6 +52,7 @@ __all__ = [
     "pack_groups",
     "pack_responses",
     "prefix_forward",
+    "prefix_pass",
     "prompt_hash",
     "read_model_config",
     "save_checkpoint",

@@ -8,7 +8,7 @@ Legend: T queries, S keys = boundary tokens + T, H query heads, K kv heads, G = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -35,6 +35,8 @@ Seen = torch.Tensor | BlockMask | Samples | Apart
 """Who sees whom, in the form that the way of computing wants."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(k, v) [tokens, K, d] each."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [T, H, d], k, v [T, K, d] -> [T, H, d]."""
 _ONE_KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}
 """Fewer than 128 queries would go to a kernel for decoding, which is not there for all dtypes, head counts and lengths."""
 
@@ -45,6 +47,19 @@ def causal_attention(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tens
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THd, k_TKd, v_TKd))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     return _grouped(q_THd, k_TKd, v_TKd, is_causal=True)
+
+
+def causal_over(token_counts: Sequence[int]) -> Attend:
+    """Of prompts in a row, each by itself."""
+    if len(token_counts) == 1:
+        return causal_attention
+
+    def attend(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor) -> torch.Tensor:
+        # A call for each: the kernel that a prompt alone goes through.
+        prompts = zip(*(x.split(list(token_counts)) for x in (q_THd, k_TKd, v_TKd)), strict=True)
+        return torch.cat([causal_attention(*prompt) for prompt in prompts])
+
+    return attend
 
 
 def suffix_mask(

@@ -6,7 +6,7 @@ Legend: T tokens, D hidden, H query heads and K kv heads of this rank, d head si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rollplex.core.errors import BadInput
+from rollplex.model.attention import Attend
 from rollplex.model.config import ModelConfig
 from rollplex.model.fused import silu_gate
 from rollplex.model.layout import ActorLayout
@@ -27,8 +28,6 @@ from rollplex.model.parallel import Group, tensor_parallel_group
 from rollplex.model.rotary import RMSNorm, Rope, RotaryTable, add_and_norm, rotate, rotate_both
 from rollplex.model.tower_share import summed_over_ranks
 from rollplex.model.vision import build_tower
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ColumnLinear(nn.Module):

@@ -41,7 +41,7 @@ class Ranks:
         """Those that this replica computes."""
         return [group for group in groups if self._places.of_group(group.group_index) == self.replica]
 
-    def own_packs(self, packs: Iterable[Sequence[ResponseGroup]]) -> Iterator[list[ResponseGroup]]:
+    def own_packs(self, packs: Iterable[Sequence[Prompt]]) -> Iterator[list[Prompt]]:
         """This replica's part of each, where it has one. Packs are all ranks': which groups meet in one does not depend on the
         message that they came with."""
         return filter(None, map(self.own, packs))

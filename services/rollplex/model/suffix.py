@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 
 from rollplex.model.activations import run_checkpointed, run_plain
-from rollplex.model.attention import Pair, Seen, packed_attention, packed_mask
+from rollplex.model.attention import Attend, Pair, Seen, packed_attention, packed_mask
 from rollplex.model.boundary import Boundary
-from rollplex.model.network import Attend, VisionLanguageModel
+from rollplex.model.network import VisionLanguageModel
 from rollplex.model.packing import PackedSuffix
 
 

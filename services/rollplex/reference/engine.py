@@ -27,10 +27,11 @@ from rollplex.memory.arena import Arena, Hold
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
     Boundary,
+    PromptInputs,
     VisionLanguageModel,
     pack_groups,
     pack_responses,
-    prefix_forward,
+    prefix_pass,
     suffix_forward,
     token_logprobs,
 )
@@ -48,7 +49,10 @@ class ReadyPrefix:
     boundary: Boundary
     last_token: int
     suffix_position: int
+    pack: tuple[int, ...]
+    """Indices of the groups that went through the prefix together."""
     hold: Hold
+    """Of what all of these keep."""
 
 
 class ReferenceEngine:
@@ -74,7 +78,7 @@ class ReferenceEngine:
         self._device = torch_device(device)
         self._arena = Arena(self.role, device)
         self._report = ResidencyReport(session, self._arena)
-        self._micro_batch_samples = 0
+        self._groups_per_pass = 1
         self._ready: dict[int, ReadyPrefix] = {}
         model.bind(weights.views())
         model.requires_grad_(False)
@@ -88,7 +92,7 @@ class ReferenceEngine:
             self._weights.open()
         crash_point("reference.open.loaded")
         self._drop_boundaries()
-        self.open_run_name, self._micro_batch_samples = run, config.suffix_micro_batch_samples
+        self.open_run_name, self._groups_per_pass = run, config.groups_per_pass
         return work.OpenRunResult(snapshot=snapshot)
 
     def bind_snapshot(self, context: work.WorkContext, snapshot: int) -> work.BindResult:
@@ -106,18 +110,16 @@ class ReferenceEngine:
         """
         with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._check_open()
-            own, hashes = self._ranks.own(groups), []
+            count, hashes = len(self._ranks.own(groups)), []
             with self._weights_there():
-                for done, group in enumerate(own, start=1):
+                for pack in self._ranks.own_packs(packs(groups, self._groups_per_pass)):
                     context.check()
-                    inputs = self._reader.read(group)
-                    boundary = prefix_forward(self._model, inputs.to(self._device), limit=self._prefix_stream)
-                    self._release(group.group_index)
-                    hold = self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes)
-                    self._ready[group.group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, hold)
-                    hashes.append(inputs.hash())
-                    crash_point("reference.prefix.group")
-                    context.progress(done, len(own), "groups")
+                    inputs = [self._reader.read(group) for group in pack]
+                    self._add([group.group_index for group in pack], inputs)
+                    for one in inputs:
+                        hashes.append(one.hash())
+                        crash_point("reference.prefix.group")
+                        context.progress(len(hashes), count, "groups")
             self._rest()
         self._report.at_barrier()
         return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
@@ -137,12 +139,12 @@ class ReferenceEngine:
             samples: list[work.SampleLogprobs] = []
             with self._weights_there():
                 done = 0
-                for pack in self._ranks.own_packs(packs(groups, self._micro_batch_samples)):
+                for pack in self._ranks.own_packs(packs(groups, self._groups_per_pass)):
                     context.check()
                     samples += self._score(pack, temperature)
-                    for group in pack:
-                        if not keep_boundaries:
-                            self._release(group.group_index)
+                    if not keep_boundaries:
+                        self._release(pack[0].group_index)
+                    for _ in pack:
                         crash_point("reference.score.group")
                     done += len(pack)
                     context.progress(done, len(own), "groups")
@@ -216,11 +218,23 @@ class ReferenceEngine:
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
 
+    def _add(self, group_indices: Sequence[int], inputs: Sequence[PromptInputs]) -> None:
+        prefix = prefix_pass(self._model, [one.to(self._device) for one in inputs], limit=self._prefix_stream)
+        for index in group_indices:
+            self._release(index)
+        hold = self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes)
+        for index, one, boundary in zip(group_indices, inputs, prefix.boundaries, strict=True):
+            self._ready[index] = ReadyPrefix(boundary, one.last_token, one.suffix_position, tuple(group_indices), hold)
+
     def _release(self, group_index: int) -> None:
-        ready = self._ready.pop(group_index, None)
-        if ready is not None:
-            ready.boundary.release()
-            ready.hold.release()
+        """Of all groups that went through the prefix with this one."""
+        ready = self._ready.get(group_index)
+        if ready is None:
+            return
+        for index in ready.pack:
+            del self._ready[index]
+        ready.boundary.release()
+        ready.hold.release()
 
     def _drop_boundaries(self) -> int:
         """Bytes released."""

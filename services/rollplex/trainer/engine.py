@@ -15,6 +15,7 @@ from rollplex.core.config import RunConfig
 from rollplex.core.crash_points import crash_point
 from rollplex.core.errors import BadInput, WrongState
 from rollplex.core.ids import state_slab
+from rollplex.core.packs import packs
 from rollplex.core.phases import Phase
 from rollplex.core.residency import Residency
 from rollplex.core.topology import is_cuda, torch_device
@@ -145,8 +146,8 @@ class TrainerEngine:
             state.require_whole()
             self._prefixes.release_all()
             state.discard_gradients()
-            hashes = self._prefixes.materialize(context, self._reader, self._ranks.own(groups), self._config.saved_activations,
-                                                self._pool)
+            own = list(self._ranks.own_packs(packs(groups, self._config.groups_per_pass)))
+            hashes = self._prefixes.materialize(context, self._reader, own, self._config.saved_activations, self._pool)
             # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
             return work.PrefixResult(hashes, self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
@@ -310,8 +311,8 @@ class TrainerEngine:
 
     def _runner(self) -> SuffixRunner:
         return SuffixRunner(self._model, self._ranks, self._arena, self._prefixes, self._config.loss,
-                            self._config.sampling.temperature, self._config.suffix_micro_batch_samples, self._chunk_tokens,
-                            self._config.suffix_activations)
+                            self._config.sampling.temperature, self._config.suffix_micro_batch_samples,
+                            self._config.groups_per_pass, self._chunk_tokens, self._config.suffix_activations)
 
     def _require_state(self) -> RunState:
         if self._state is None:

@@ -1,4 +1,4 @@
-"""The prefixes that wait for their suffixes: one attached boundary a group, and what they hold."""
+"""The prefixes that wait for their suffixes: an attached boundary a group, and what passes of groups hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollplex.engine import PromptReader
 from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.memory.arena import Arena, Hold
 from rollplex.memory.pinned_pool import PinnedPool
-from rollplex.model import Boundary, PromptInputs, VisionLanguageModel, prefix_forward
+from rollplex.model import Boundary, PrefixPass, PromptInputs, VisionLanguageModel, prefix_pass
 from rollplex.trainer.saved_bytes import SavedBytes
 
 BOUNDARY = "boundary_trainer"
@@ -27,16 +27,26 @@ class ReadyPrefix:
     boundary: Boundary
     last_token: int
     suffix_position: int
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Groups whose prompts went through the prefix together."""
+
+    prefix: PrefixPass
+    group_indices: tuple[int, ...]
     holds: tuple[Hold, ...]
 
 
 class Prefixes:
-    """`add` and `release` are the pair, by group_index."""
+    """`add` and `release` are the pair: of the groups of one pass, all at once."""
 
     def __init__(self, model: VisionLanguageModel, arena: Arena, stream: PrefixStream | None = None) -> None:
         """`stream`: where blocks run; absent: where everything does."""
         self._model, self._arena, self._stream = model, arena, stream
         self._ready: dict[int, ReadyPrefix] = {}
+        self._passes: dict[int, _Pass] = {}
+        """By group_index, both."""
 
     @property
     def boundary_bytes(self) -> int:
@@ -46,42 +56,47 @@ class Prefixes:
     def saved_bytes(self) -> int:
         return self._arena.held_bytes(ACTIVATIONS)
 
-    def materialize(self, context: WorkContext, reader: PromptReader, groups: Sequence[PreparedGroup], saved: str,
+    def materialize(self, context: WorkContext, reader: PromptReader, packs: Sequence[Sequence[PreparedGroup]], saved: str,
                     pool: PinnedPool | None) -> tuple[str, ...]:
-        """Reads and adds every group's prompt; their hashes. Raises as `add`, and DataLoss for a prompt unlike the
-        coordinator's."""
-        hashes = []
-        for done, group in enumerate(groups, start=1):
+        """Reads and adds every group's prompt, pack after pack; their hashes. Raises as `add`, and DataLoss for a prompt unlike
+        the coordinator's."""
+        hashes, count = [], sum(map(len, packs))
+        for pack in packs:
             context.check()
-            inputs = reader.read(group)
-            self.add(group.group_index, inputs, saved, pool)
-            hashes.append(inputs.hash())
-            crash_point("trainer.prefix.group")
-            context.progress(done, len(groups), "groups")
+            inputs = [reader.read(group) for group in pack]
+            self.add([group.group_index for group in pack], inputs, saved, pool)
+            for one in inputs:
+                hashes.append(one.hash())
+                crash_point("trainer.prefix.group")
+                context.progress(len(hashes), count, "groups")
         if saved != "keep":
             # Only graphs that keep everything are gone back through on that stream.
             self.rest()
         return tuple(hashes)
 
-    def add(self, group_index: int, inputs: PromptInputs, saved: str, pool: PinnedPool | None) -> None:
-        """Runs a prefix, attached to autograd, in place of the group's earlier one.
+    def add(self, group_indices: Sequence[int], inputs: Sequence[PromptInputs], saved: str, pool: PinnedPool | None) -> None:
+        """Runs the prefix of these groups together, attached to autograd, in place of their earlier ones.
 
         `saved`: RunConfig.saved_activations. Raises OutOfMemory when the offload pool is full.
         """
-        self.release(group_index)
+        for group_index in group_indices:
+            self.release(group_index)
         counter = SavedBytes(self._model.parameters())
         pool_before = pool.used_bytes if pool is not None else 0
         if saved == "from_inputs":
-            inputs = inputs.with_pixels(self._model.dtype)
+            inputs = [one.with_pixels(self._model.dtype) for one in inputs]
         with counter.counting():
-            boundary = prefix_forward(self._model, inputs, saved=saved, offload=pool, limit=self._stream)
+            prefix = prefix_pass(self._model, inputs, saved=saved, offload=pool, limit=self._stream)
         # What the prefix runs again from waits where it will be needed.
-        kept_bytes = counter.size_bytes + (inputs.size_bytes if saved == "from_inputs" else 0)
-        holds = [self._arena.hold(BOUNDARY, Residency.HBM, boundary.size_bytes),
+        kept_bytes = counter.size_bytes + (sum(one.size_bytes for one in inputs) if saved == "from_inputs" else 0)
+        holds = [self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes),
                  self._arena.hold(ACTIVATIONS, Residency.HBM, kept_bytes)]
         if pool is not None:
             holds.append(self._arena.hold(ACTIVATIONS, Residency.PINNED, pool.used_bytes - pool_before))
-        self._ready[group_index] = ReadyPrefix(boundary, inputs.last_token, inputs.suffix_position, tuple(holds))
+        made = _Pass(prefix, tuple(group_indices), tuple(holds))
+        for group_index, one, boundary in zip(group_indices, inputs, prefix.boundaries, strict=True):
+            self._passes[group_index] = made
+            self._ready[group_index] = ReadyPrefix(boundary, one.last_token, one.suffix_position)
 
     def get(self, group_index: int) -> ReadyPrefix:
         """Raises WrongState when the group has none."""
@@ -90,13 +105,19 @@ class Prefixes:
                              reason="BOUNDARY_MISSING", group_index=group_index)
         return self._ready[group_index]
 
+    def backward(self, group_index: int) -> None:
+        """Of the group's pass, once the suffixes of all its groups are done."""
+        self.get(group_index).boundary.backward()
+
     def release(self, group_index: int) -> None:
-        """Drops boundary, graph and saved activations. Idempotent."""
-        ready = self._ready.pop(group_index, None)
-        if ready is None:
+        """Drops boundaries, graph and saved activations of the group's pass. Idempotent."""
+        if group_index not in self._passes:
             return
-        ready.boundary.release()
-        for hold in ready.holds:
+        made = self._passes[group_index]
+        for index in made.group_indices:
+            del self._passes[index], self._ready[index]
+        made.prefix.release()
+        for hold in made.holds:
             hold.release()
 
     def rest(self) -> None:

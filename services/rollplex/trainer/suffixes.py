@@ -44,8 +44,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SuffixRunner:
-    """The suffix computations of a run. Samples go through in micro-batches of `micro_batch_samples` (0: a whole group), parts of
-    a group or several whole ones."""
+    """The suffix computations of a run. `groups_per_pass` go through together (RunConfig); of one group alone,
+    `micro_batch_samples` (0: all)."""
 
     model: VisionLanguageModel
     ranks: Ranks
@@ -55,6 +55,7 @@ class SuffixRunner:
     loss: LossConfig
     temperature: float
     micro_batch_samples: int
+    groups_per_pass: int
     chunk_tokens: int
     """Tokens whose logits exist at once."""
     saved: Literal["keep", "recompute"]
@@ -72,12 +73,12 @@ class SuffixRunner:
         """Log-probabilities of every sample of the own groups, in their order."""
         scored: list[SampleLogprobs] = []
         done, count = 0, len(self.ranks.own(groups))
-        for pack in self.ranks.own_packs(packs(groups, self.micro_batch_samples)):
+        for pack in self.ranks.own_packs(packs(groups, self.groups_per_pass)):
             context.check()
             scored += self._score_pack(pack, temperature)
-            for group in pack:
-                if not keep_boundaries:
-                    self.prefixes.release(group.group_index)
+            if not keep_boundaries:
+                self.prefixes.release(pack[0].group_index)
+            for _ in pack:
                 crash_point("trainer.old_logprob.group")
             done += len(pack)
             context.progress(done, count, "groups")
@@ -86,16 +87,15 @@ class SuffixRunner:
     def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
         """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
         metrics, done, count = MetricSums(), 0, len(self.ranks.own(groups))
-        for pack in self.ranks.own_packs(packs(groups, self.micro_batch_samples)):
+        for pack in self.ranks.own_packs(packs(groups, self.groups_per_pass)):
             context.check()
             for batch in self._micro_batches(pack):
                 if any(part.scored for part in batch):
                     metrics.merge(self._train_batch(batch, scale))
-            # Suffixes first, then once through each prefix.
-            for group in pack:
-                if any(sample.scored for sample in group.samples):
-                    self.prefixes.get(group.group_index).boundary.backward()
-                self.prefixes.release(group.group_index)
+            # Suffixes first, then once through their prefix, which the groups of a pack have gone through together.
+            self.prefixes.backward(pack[0].group_index)
+            self.prefixes.release(pack[0].group_index)
+            for _ in pack:
                 crash_point("trainer.suffix.group")
                 done += 1
                 context.progress(done, count, "groups")

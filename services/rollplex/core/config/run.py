@@ -40,8 +40,9 @@ class RunConfig:
     filter_zero_variance: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling without refill); counted either way."""
     suffix_micro_batch_samples: int = 0
-    """Samples in one suffix forward: fewer than a group has are parts of it, twice as many or more are several whole groups, with
-    fewer launches for the host and more memory on the device, those of all replicas with mesh.data_parallel; 0: a group."""
+    """Samples in one suffix forward: fewer than a group has are parts of it. Twice as many or more are several whole groups,
+    whose prompts go through one prefix together, too: fewer launches for the host, more memory on the device; those of all
+    replicas with mesh.data_parallel. 0: a group."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -65,6 +66,11 @@ class RunConfig:
         for name in ("phase_timeout_s", "recovery_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def groups_per_pass(self) -> int:
+        """Groups that go through prefix and suffix together (core.packs)."""
+        return max(1, self.suffix_micro_batch_samples // self.sampling.samples_per_group)
 
     @property
     def streamed_optimizer(self) -> OptimizerConfig:
