@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,10 @@ from rollplex.model import (
     VisionLanguageModel,
     destroy_tensor_parallel,
     init_tensor_parallel,
+    pack_groups,
     pack_responses,
     prefix_forward,
+    prefix_pass,
     read_model_config,
     suffix_forward,
     token_logprobs,
@@ -197,14 +200,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         profiled(lambda: prefix_forward(model, on_device), "prefix forward")
         profiled(lambda: token_logprobs(model, suffix_forward(model, [boundary], packed), packed.targets), "suffix scoring")
 
-    def backward(saved: str) -> None:
-        attached = prefix_forward(model, on_device, saved=saved)
-        hidden = suffix_forward(model, [attached], packed)
-        token_logprobs(model, hidden, packed.targets)[0].sum().backward()
+    def backward(saved: str, groups: int = 1) -> None:
+        attached = prefix_pass(model, [on_device] * groups, saved=saved)
+        together = pack_groups([packed] * groups)
+        hidden = suffix_forward(model, attached.boundaries, together)
+        token_logprobs(model, hidden, together.targets)[0].sum().backward()
         attached.backward()
 
-    def train(saved: str) -> None:
-        backward(saved)
+    def train(saved: str, groups: int = 1) -> None:
+        backward(saved, groups)
         model.zero_grad(set_to_none=True)
 
     def repeated() -> dict[str, float]:
@@ -230,9 +234,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
     model.requires_grad_(True)
     for saved in ("recompute", "offload", "from_inputs") if arguments.all_modes else ("recompute",):
-        report(f"one group's training, {saved}", clock(lambda saved=saved: train(saved), warmups=1),
-               3 * (prefix_flop + vision_flop + suffix_flop))
-        found[f"peak_gib_{saved}"] = peak_gib(lambda saved=saved: train(saved))
+        for groups in arguments.groups_per_pass:
+            work = partial(train, saved, groups)
+            which = saved if groups == 1 else f"{saved}, {groups} a pass"
+            seconds = clock(work, warmups=1) / groups
+            report(f"one group's training, {which}", seconds, 3 * (prefix_flop + vision_flop + suffix_flop))
+            found[f"peak_gib_{which}"] = peak_gib(work)
     found["repeated_gradients"] = repeated()
     print("gradients of two passes:", found["repeated_gradients"], flush=True)
     profiled(lambda: train("recompute"), "one group's training")
@@ -248,6 +255,7 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=225, help="median of a log-normal distribution")
     parser.add_argument("--max-response-tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--groups-per-pass", type=int, nargs="+", default=[1], help="train with so many groups in one pass")
     parser.add_argument("--all-modes", action="store_true", help="train with every way of saving activations")
     parser.add_argument("--profile", action="store_true", help="also print the slowest kernels and host operations")
     parser.add_argument("--out", type=Path)

@@ -67,6 +67,7 @@ class Stub:
     bound_snapshot: int = -1
     calls: list[str] = field(default_factory=list)
     scored: list[list[int]] = field(default_factory=list)
+    prepared: list[list[int]] = field(default_factory=list)
     """Indices of the groups of every `score_suffix`."""
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
@@ -152,6 +153,7 @@ class StubScorer(Stub):
     """What reference and trainer both answer."""
 
     def materialize_prefix(self, context, groups) -> work.PrefixResult:
+        self.prepared.append([group.group_index for group in groups])
         self._enter("materialize_prefix", context)
         return work.PrefixResult(tuple(group.prompt_hash for group in groups), 0, 0)
 

@@ -171,6 +171,34 @@ async def test_a_loss_while_the_reference_scores_beside_training_costs_its_own_w
         assert engines["reference"].calls.count("score_suffix") == 4
 
 
+@pytest.mark.parametrize(("role", "method", "nth", "again"), [
+    ("reference", "score_suffix", 1, [0, 1, 2, 3, 4, 5]), ("reference", "score_suffix", 2, [2, 3, 4, 5]),
+    ("trainer", "train_suffix", 2, [0, 1, 2, 3, 4, 5])])
+async def test_prefixes_are_made_again_in_the_company_that_they_had(mesh, role, method, nth, again):
+    """Of passes of two groups; group 3 is left out of training. Last bits depend on who shares a pass."""
+    mesh.reward.value = lambda item: float(item.group_index == 3 or item.sample_index % 2)
+    await open_run(mesh, optimizer={}, filter_zero_variance=True, suffix_micro_batch_samples=8)
+    engines = {name: getattr(mesh, name) for name in ("reference", "trainer")}
+    killer = Killer(mesh, engines[role], method, nth)
+    assert (await mesh.finished(await submit(mesh, 6))).state is IterationState.DONE
+    assert killer.died == 1
+    everything = [list(range(6))]
+    assert engines["trainer"].prepared == engines["reference"].prepared == everything
+    assert getattr(mesh, role).prepared == [again]
+    assert mesh.trainer.scored == [] and [[group.group_index for group in groups] for groups, _ in mesh.trainer.trained][-3:] == [
+        [0, 1], [2], [4, 5]]
+
+
+@pytest.mark.parametrize(("method", "nth", "prepared"), [
+    # The first update's are OVERLAP's; those of the second are made under the new snapshot, of its own groups.
+    ("train_suffix", 1, [[0, 1, 2, 3], [3, 4, 5]]), ("train_suffix", 2, [[3, 4, 5]])])
+async def test_a_pass_that_lies_in_two_updates_is_made_again_as_it_was(mesh, method, nth, prepared):
+    await open_run(mesh, suffix_micro_batch_samples=8)
+    killer = Killer(mesh, mesh.trainer, method, nth)
+    assert (await mesh.finished(await submit(mesh, 6))).state is IterationState.DONE
+    assert killer.died == 1 and mesh.trainer.prepared == prepared
+
+
 async def test_only_groups_that_are_not_complete_are_generated_again_and_nothing_is_scored_twice(mesh):
     await open_run(mesh)
     mesh.rollout.last_token_gate = threading.Event()

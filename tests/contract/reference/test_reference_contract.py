@@ -53,7 +53,7 @@ def test_groups_scored_together_have_their_own_scores(mesh, reference, groups):
     """Where they fit `suffix_tokens`; one after the other where they do not."""
     lengths = [(3, 1, 2, 1), (2, 2, 2, 1), (9, 4, 5, 3), (3, 17, 1, 9)]
     responses = [respond(group, lengths[group.group_index]) for group in groups]
-    reference.open_run(json.dumps({"suffix_micro_batch_samples": 8}))
+    reference.open_run(json.dumps({"suffix_micro_batch_samples": 8, "sampling": {"samples_per_group": 4}}))
     materialize(reference, groups)
     scored = score(reference, responses)
     reference.open_run()

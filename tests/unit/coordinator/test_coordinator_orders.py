@@ -16,19 +16,19 @@ def groups(count: int, tokens: int) -> list[ResponseGroup]:
             for index in range(count)]
 
 
-@pytest.mark.parametrize(("micro_batch_samples", "expected"), [
-    (0, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]),
+@pytest.mark.parametrize(("groups_per_pass", "expected"), [
+    (1, [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]),
     # Two groups that share a pass go in one message, though three would have room.
-    (8, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
+    (2, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
     # A pack that is larger than a message is one all the same.
-    (16, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])])
-def test_messages_end_where_packs_do(monkeypatch, micro_batch_samples, expected):
+    (4, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])])
+def test_messages_end_where_packs_do(monkeypatch, groups_per_pass, expected):
     group_bytes = 4 * (100 * orders.TOKEN_BYTES + 64)
     monkeypatch.setattr(orders, "MAX_MESSAGE_BYTES", 4 * 3 * group_bytes)
-    messages = orders.in_messages(packs(groups(10, 100), micro_batch_samples))
+    messages = orders.in_messages(packs(groups(10, 100), groups_per_pass))
     assert [[group.group_index for group in message] for message in messages] == expected
-    again = [list(packs(message, micro_batch_samples)) for message in messages]
-    assert [pack for message in again for pack in message] == list(packs(groups(10, 100), micro_batch_samples))
+    again = [list(packs(message, groups_per_pass)) for message in messages]
+    assert [pack for message in again for pack in message] == list(packs(groups(10, 100), groups_per_pass))
 
 
 def test_no_groups_are_no_message():

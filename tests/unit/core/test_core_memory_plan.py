@@ -150,6 +150,13 @@ def test_a_suffix_pass_holds_parts_of_a_group_or_whole_ones(micro_batch_samples,
     assert (work.packed_groups, work.packed_samples) == (groups, samples)
     sizes, one = (Sizes(paper(work=replace(WORK, micro_batch_samples=count))) for count in (micro_batch_samples, 8))
     assert sizes.boundary_gradients == groups * one.boundary_gradients
+    # Their prompts go through the prefix together; attention's output is there once more, in a row.
+    row = one.longest_prompt * sizes.item * sizes.given.shapes.head_count * sizes.given.shapes.head_size // sizes.tp
+    assert sizes.layer_working_set(groups * one.longest_prompt, groups) == (
+        groups * (one.layer_working_set(one.longest_prompt) + (groups > 1) * row))
+    assert sizes.prefix_working_set >= groups * one.prefix_working_set
+    again = one.prefix_backward("from_inputs") - one.prefix_working_set
+    assert sizes.prefix_backward("from_inputs") == sizes.prefix_working_set + groups * again
 
 
 def test_replicas_that_share_prompts_out_hold_fewer_of_them_whole():
@@ -163,6 +170,8 @@ def test_replicas_that_share_prompts_out_hold_fewer_of_them_whole():
     assert shared.gradients == together.gradients + language
     assert Sizes(paper(data_parallel=True, freeze_decoder=True)).gradients == Sizes(paper(freeze_decoder=True)).gradients
     assert shared.master == together.master and shared.layer_inputs * 2 == together.layer_inputs
+    three = [Sizes(paper(data_parallel=both, work=replace(WORK, micro_batch_samples=24))) for both in (False, True)]
+    assert [sizes.packed_prompts for sizes in three] == [3, 2], "replicas share a pass out, too"
     alone = Sizes(paper(data_parallel=True, reference_ranks=4))
     assert alone.reference_boundary == 2 * shared.reference_boundary, "one replica of the reference scores all prompts"
     over = make_plan(paper(data_parallel=True, hbm_bytes=66 * GIB))

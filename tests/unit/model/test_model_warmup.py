@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex.core.config import ModelSection
-from rollplex.model import VisionLanguageModel, prefix_forward, read_model_config, suffix_forward, warmup
+from rollplex.model import VisionLanguageModel, prefix, prefix_forward, read_model_config, suffix_forward, warmup
 from rollplex.model.warmup import one_rank, rehearse, two_layers, warm_up
 
 CPU = torch.device("cpu")
@@ -58,16 +58,13 @@ def test_widths_are_the_models_own(checkpoints):
 
 def test_blocks_run_as_in_any_saved_mode(checkpoints, single_rank, monkeypatch):
     """For weights that take a gradient, without a graph and with one, kernels are others."""
-    modes = []
+    modes, attend = [], prefix.causal_over
 
-    def watched(model, *arguments):
-        boundary = prefix_forward(model, *arguments)
-        modes.append(boundary.layers[0][0].requires_grad)
-        rebuild = boundary._rebuild
-        boundary._rebuild = lambda: modes.append(torch.is_grad_enabled()) or rebuild()
-        return boundary
+    def watched(token_counts):
+        modes.append(torch.is_grad_enabled())
+        return attend(token_counts)
 
-    monkeypatch.setattr(warmup, "prefix_forward", watched)
+    monkeypatch.setattr(prefix, "causal_over", watched)
     list(rehearse(read_model_config(checkpoints[False]), torch.float32, CPU, trains=True))
     assert modes == [False, True]
 

@@ -10,7 +10,7 @@ from tiny_qwen import bind_model, tiny_hf_config
 from rollplex.core.memory_sizes import PlanInput, Sizes, Work
 from rollplex.core.shapes import read_shapes
 from rollplex.core.topology import Topology
-from rollplex.model import PromptInputs, pack_responses, prefix_forward, suffix_forward, token_logprobs
+from rollplex.model import PromptInputs, pack_responses, prefix_forward, prefix_pass, suffix_forward, token_logprobs
 from rollplex.trainer.saved_bytes import SavedBytes
 
 # isort: split
@@ -66,6 +66,20 @@ def test_prefix_activations(bound, sizes, saved):
         prefix_forward(model, _text(bound[1].config), saved)
     planned = sizes.prefix_waiting(saved)
     assert 0.7 * planned <= counter.size_bytes <= planned
+
+
+def test_prompts_in_a_row_keep_what_each_does_and_their_attentions_output_once_more(bound, sizes):
+    model, inputs = bound[1].model, _text(bound[1].config)
+    counters = []
+    for count in (1, 3):
+        counters.append(SavedBytes(model.parameters()))
+        with counters[-1].counting():
+            prefix_pass(model, [inputs] * count, "keep")
+    alone, together = (counter.size_bytes for counter in counters)
+    shapes = sizes.given.shapes
+    # Of all layers but the last, which ends at its keys and values.
+    rows = 3 * (PROMPT - 1) * (shapes.layer_count - 1) * shapes.head_count * shapes.head_size * sizes.item
+    assert together == pytest.approx(3 * alone + rows, rel=0.01)
 
 
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])

@@ -1,0 +1,110 @@
+"""Several prompts through one prefix: each as by itself, and one way back for all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_qwen import make_prompt, make_responses, worst_gradient_error
+
+from rollplex.core.errors import WrongState
+from rollplex.model import HostCopies, pack_groups, pack_responses, prefix_forward, prefix_pass, suffix_forward
+
+KINDS = ["video", "text", "image", "one_token", "image_and_video", "two_images"]
+LENGTHS = [3, 1]
+
+
+def summed(model, boundaries, prompts) -> torch.Tensor:
+    """A loss over the suffixes of these prompts, in one pass."""
+    packed = pack_groups([pack_responses(inputs.last_token, make_responses(LENGTHS, seed), inputs.suffix_position)
+                          for seed, inputs in enumerate(prompts)])
+    hidden = suffix_forward(model, boundaries, packed)
+    weights = torch.linspace(-1, 2, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
+    return (hidden * weights).sum()
+
+
+def gradients(model) -> dict[str, torch.Tensor | None]:
+    found = {name: parameter.grad for name, parameter in model.parameters_by_name().items()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_those_of_each_prompt_alone(bind, exact, saved, frozen):
+    bound = bind()
+    bound.model.visual.requires_grad_(not frozen)
+    prompts = [make_prompt(bound.config, kind) for kind in KINDS]
+    alone = [prefix_forward(bound.model, inputs, saved) for inputs in prompts]
+    summed(bound.model, alone, prompts).backward()
+    for boundary in alone:
+        boundary.backward()
+    expected = gradients(bound.model)
+    together = prefix_pass(bound.model, prompts, saved, HostCopies())
+    assert [boundary.token_count for boundary in together.boundaries] == [inputs.token_count - 1 for inputs in prompts]
+    assert together.size_bytes == sum(boundary.size_bytes for boundary in alone)
+    summed(bound.model, together.boundaries, prompts).backward()
+    together.backward()
+    assert not together.attached
+    error = worst_gradient_error(gradients(bound.model), expected, len(bound.model.head_weight))
+    print(f"worst relative gradient error {error:.1e}")
+    assert error < 1e-12
+    for one, other in zip(together.boundaries, alone, strict=True):
+        for pair, expected_pair in zip(one.layers, other.layers, strict=True):
+            torch.testing.assert_close(pair, expected_pair, rtol=0, atol=1e-12)
+
+
+def test_no_prompt_sees_another(bind):
+    """Whatever stands beside it."""
+    bound = bind()
+    first, *others = (make_prompt(bound.config, kind) for kind in ("image", "video", "text"))
+    with torch.no_grad():
+        found = [prefix_pass(bound.model, [other, first]).boundaries[1].layers for other in others]
+    for pair, same in zip(*found, strict=True):
+        torch.testing.assert_close(pair, same, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", [[0], [1], [0, 2]])
+def test_a_prompt_without_gradient_adds_none(bind, exact, trained):
+    """Groups that are left out of training went through the prefix with others."""
+    bound = bind()
+    prompts = [make_prompt(bound.config, kind) for kind in ("image", "text", "video")]
+    some = [prompts[index] for index in trained]
+    alone = [prefix_forward(bound.model, inputs, "keep") for inputs in some]
+    summed(bound.model, alone, some).backward()
+    for boundary in alone:
+        boundary.backward()
+    expected = gradients(bound.model)
+    together = prefix_pass(bound.model, prompts, "keep")
+    summed(bound.model, [together.boundaries[index] for index in trained], some).backward()
+    together.backward()
+    found = gradients(bound.model)
+    # The tower of a medium that is left out got zeros, where alone it got nothing.
+    found = {name: None if value is not None and expected[name] is None and not value.any() else value
+             for name, value in found.items()}
+    assert worst_gradient_error(found, expected, len(bound.model.head_weight)) < 1e-12
+
+
+def test_life(bind):
+    bound = bind()
+    prompts = [make_prompt(bound.config, kind) for kind in ("image", "text")]
+    together = prefix_pass(bound.model, prompts)
+    together.backward()
+    assert together.attached, "no suffix has taken anything: the way back is still there"
+    summed(bound.model, together.boundaries, prompts).backward()
+    together.boundaries[1].backward()
+    assert not any(boundary.attached for boundary in together.boundaries), "one way back for all"
+    together.boundaries[0].release()
+    for boundary in together.boundaries:
+        with pytest.raises(WrongState, match="released"):
+            boundary.leaves()
+    with torch.no_grad():
+        assert not prefix_pass(bound.model, prompts).attached
+
+
+def test_prompts_of_one_token_have_empty_boundaries(bind):
+    bound = bind()
+    prompts = [make_prompt(bound.config, "one_token") for _ in range(2)]
+    together = prefix_pass(bound.model, prompts)
+    assert not together.attached and [boundary.token_count for boundary in together.boundaries] == [0, 0]
+    summed(bound.model, together.boundaries, prompts).backward()
+    assert bound.model.language_model.layers[0].self_attn.q_proj.weight.grad.any()
