@@ -16,8 +16,9 @@ from rollplex.model import (
     PromptInputs,
     VisionLanguageModel,
     load_into,
+    pack_groups,
     pack_responses,
-    prefix_forward,
+    prefix_pass,
     read_model_config,
     suffix_forward,
     token_logprobs,
@@ -230,21 +231,26 @@ def two_stage_loss(
     offload=None,
     micro_batch_tokens: int = 1 << 20,
     limit=None,
+    groups_per_pass: int = 1,
 ) -> float:
-    """The same loss through prefix, packed suffix and the two-stage backward; gradients land in the parameters."""
+    """The same loss through prefix, packed suffix and the two-stage backward; gradients land in the parameters. Micro-batches
+    are of one group's samples, or of all of a pass's."""
     total = 0.0
-    for group in groups:
-        boundary = prefix_forward(model, group.inputs, saved, offload, limit)
-        packed = pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position)
-        for part in packed.micro_batches(micro_batch_tokens):
-            hidden = suffix_forward(model, [boundary], part, "keep" if saved == "keep" else "recompute")
+    for start in range(0, len(groups), groups_per_pass):
+        together = groups[start:start + groups_per_pass]
+        prefix = prefix_pass(model, [group.inputs for group in together], saved, offload, limit)
+        packed = [pack_responses(group.inputs.last_token, group.responses, group.inputs.suffix_position) for group in together]
+        parts = [pack_groups(packed)] if len(packed) > 1 else packed[0].micro_batches(micro_batch_tokens)
+        for part in parts:
+            hidden = suffix_forward(model, prefix.boundaries, part, "keep" if saved == "keep" else "recompute")
             logp, _ = token_logprobs(model, hidden, part.targets, temperature=temperature, forbidden=forbidden, chunk_tokens=5)
-            weights = torch.cat([group.weights[i] for i in dict.fromkeys(part.sample_index.tolist())])
+            weights = torch.cat([group.weights[i] for group, samples in zip(together, part.by_group())
+                                 for i in dict.fromkeys(samples.sample_index.tolist())])
             loss = (logp * weights).sum()
             loss.backward()
             total += float(loss.detach())
-        boundary.backward()
-        boundary.release()
+        prefix.backward()
+        prefix.release()
     return total
 
 

@@ -34,14 +34,15 @@ def to_cuda(groups: list[Group]) -> list[Group]:
     return groups
 
 
+@pytest.mark.parametrize("groups_per_pass", [1, 3])
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
-def test_float32_gradients(bind, saved):
+def test_float32_gradients(bind, saved, groups_per_pass):
     bound = bind(torch.float32)
     options = (0.7, bound.config.forbidden_token_ids)
     loss = two_stage_loss(bound.model, make_groups(bound.config, KINDS, torch.float32, LENGTHS), *options)
     model, _ = on_cuda(bound, torch.float32)
     groups = to_cuda(make_groups(bound.config, KINDS, torch.float32, LENGTHS))
-    found = two_stage_loss(model, groups, *options, saved=saved, micro_batch_tokens=41)
+    found = two_stage_loss(model, groups, *options, saved=saved, micro_batch_tokens=41, groups_per_pass=groups_per_pass)
     assert found == pytest.approx(loss, rel=1e-4, abs=1e-3)
     ours = {name: p.grad.cpu() for name, p in model.parameters_by_name().items()}
     theirs = {name: p.grad for name, p in bound.model.parameters_by_name().items()}
@@ -50,11 +51,13 @@ def test_float32_gradients(bind, saved):
     assert error < 1e-4
 
 
-def test_bfloat16_gradients_point_the_same_way(bind):
+@pytest.mark.parametrize("groups_per_pass", [1, 3])
+def test_bfloat16_gradients_point_the_same_way(bind, groups_per_pass):
     bound = bind(torch.float32)
     two_stage_loss(bound.model, make_groups(bound.config, KINDS, torch.float32, LENGTHS), 1.0, ())
     model, _ = on_cuda(bound, torch.bfloat16)
-    two_stage_loss(model, to_cuda(make_groups(bound.config, KINDS, torch.float32, LENGTHS)), 1.0, ())
+    groups = to_cuda(make_groups(bound.config, KINDS, torch.float32, LENGTHS))
+    two_stage_loss(model, groups, 1.0, (), groups_per_pass=groups_per_pass)
     cosines = {}
     for name, parameter in bound.model.parameters_by_name().items():
         found = model.parameters_by_name()[name].grad.float().cpu()

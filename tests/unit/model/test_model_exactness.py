@@ -78,6 +78,13 @@ def test_what_is_saved_changes_nothing(bind, exact, oracle, saved, frozen):
     check(bind(), oracle, tied=False, batch="mixed", frozen=frozen, saved=saved)
 
 
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+@pytest.mark.parametrize("groups_per_pass", [2, 4, 6])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_who_shares_a_pass_changes_nothing(bind, exact, oracle, saved, groups_per_pass, frozen):
+    check(bind(), oracle, tied=False, batch="mixed", frozen=frozen, saved=saved, groups_per_pass=groups_per_pass)
+
+
 def test_frozen_vision_tower(bind, exact, oracle):
     bound = bind()
     check(bound, oracle, tied=False, batch="mixed", frozen=True)

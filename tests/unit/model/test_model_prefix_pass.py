@@ -1,4 +1,5 @@
-"""Several prompts through one prefix: each as by itself, and one way back for all of them."""
+"""Several prompts through one prefix: each as by itself, and one way back for all of them. Their gradients are held to those of
+transformers in test_model_exactness.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from tiny_qwen import make_prompt, make_responses, worst_gradient_error
 
 from rollplex.core.errors import WrongState
-from rollplex.model import HostCopies, pack_groups, pack_responses, prefix_forward, prefix_pass, suffix_forward
+from rollplex.model import pack_groups, pack_responses, prefix_forward, prefix_pass, suffix_forward
 
 KINDS = ["video", "text", "image", "one_token", "image_and_video", "two_images"]
 LENGTHS = [3, 1]
@@ -28,29 +29,17 @@ def gradients(model) -> dict[str, torch.Tensor | None]:
     return found
 
 
-@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_are_those_of_each_prompt_alone(bind, exact, saved, frozen):
+def test_boundaries_are_those_of_each_prompt_alone(bind):
     bound = bind()
-    bound.model.visual.requires_grad_(not frozen)
     prompts = [make_prompt(bound.config, kind) for kind in KINDS]
-    alone = [prefix_forward(bound.model, inputs, saved) for inputs in prompts]
-    summed(bound.model, alone, prompts).backward()
-    for boundary in alone:
-        boundary.backward()
-    expected = gradients(bound.model)
-    together = prefix_pass(bound.model, prompts, saved, HostCopies())
-    assert [boundary.token_count for boundary in together.boundaries] == [inputs.token_count - 1 for inputs in prompts]
+    with torch.no_grad():
+        alone = [prefix_forward(bound.model, inputs) for inputs in prompts]
+        together = prefix_pass(bound.model, prompts)
     assert together.size_bytes == sum(boundary.size_bytes for boundary in alone)
-    summed(bound.model, together.boundaries, prompts).backward()
-    together.backward()
-    assert not together.attached
-    error = worst_gradient_error(gradients(bound.model), expected, len(bound.model.head_weight))
-    print(f"worst relative gradient error {error:.1e}")
-    assert error < 1e-12
-    for one, other in zip(together.boundaries, alone, strict=True):
-        for pair, expected_pair in zip(one.layers, other.layers, strict=True):
-            torch.testing.assert_close(pair, expected_pair, rtol=0, atol=1e-12)
+    for one, other, inputs in zip(together.boundaries, alone, prompts, strict=True):
+        assert one.token_count == inputs.token_count - 1
+        for pair, expected in zip(one.layers, other.layers, strict=True):
+            torch.testing.assert_close(pair, expected, rtol=0, atol=1e-12)
 
 
 def test_no_prompt_sees_another(bind):
