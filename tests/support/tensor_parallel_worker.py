@@ -26,10 +26,11 @@ with uncollected():
 KINDS, LENGTHS = ["video", "text", "one_token", "two_images"], [3, 1, 4]
 
 
-def measure(bound: Bound, saved: str) -> dict:
+def measure(bound: Bound, saved: str, groups_per_pass: int = 1) -> dict:
     """Loss, gradients by training name, log-probabilities of the first group, and logits of decoding."""
     groups = make_groups(bound.config, KINDS, torch.float64, LENGTHS)
-    loss = two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved, micro_batch_tokens=4)
+    loss = two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved, micro_batch_tokens=4,
+                          groups_per_pass=groups_per_pass)
     sum_replicated_gradients(bound.model)
     with torch.no_grad():
         inputs = groups[0].inputs
@@ -38,17 +39,17 @@ def measure(bound: Bound, saved: str) -> dict:
         logp, entropy = token_logprobs(bound.model, hidden, packed.targets, with_entropy=True)
     gradients = {name: parameter.grad for name, parameter in bound.model.parameters_by_name().items()}
     return {"loss": loss, "gradients": gradients, "logp": logp, "entropy": entropy, "decoded": decode(bound),
-            "tower": tower_gradients(bound, saved)}
+            "tower": tower_gradients(bound, saved, groups_per_pass)}
 
 
-def tower_gradients(bound: Bound, saved: str) -> dict[str, torch.Tensor]:
+def tower_gradients(bound: Bound, saved: str, groups_per_pass: int) -> dict[str, torch.Tensor]:
     """With a frozen decoder, of an image, which one rank computes, and of a video."""
     parameters = bound.model.parameters_by_name()
     for name, parameter in parameters.items():
         parameter.grad = None
         parameter.requires_grad_(name.startswith("visual."))
     groups = make_groups(bound.config, ["image", "video"], torch.float64, LENGTHS)
-    two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved)
+    two_stage_loss(bound.model, groups, 0.7, bound.config.forbidden_token_ids, saved=saved, groups_per_pass=groups_per_pass)
     sum_replicated_gradients(bound.model)
     found = {name: parameter.grad for name, parameter in parameters.items() if parameter.requires_grad}
     bound.model.requires_grad_(True)
@@ -84,16 +85,16 @@ def refuse_strided(name: str) -> None:
     setattr(dist, name, call)
 
 
-def main(folder: str, rank: int, size: int, checkpoints: list[str]) -> None:
+def main(folder: str, rank: int, size: int, groups_per_pass: int, checkpoints: list[str]) -> None:
     torch.set_num_threads(1)
     for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "gather", "broadcast"):
         refuse_strided(name)
     exact_float64(setattr)
     init_tensor_parallel(rank, size, store=f"file://{folder}/store", timeout_s=60)
     bounds = [bind_model(Path(checkpoint), torch.float64, tp=size, rank=rank) for checkpoint in checkpoints]
-    torch.save([measure(bound, "recompute") for bound in bounds], f"{folder}/rank{rank}.pt")
+    torch.save([measure(bound, "recompute", groups_per_pass) for bound in bounds], f"{folder}/rank{rank}.pt")
     destroy_tensor_parallel()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5:])

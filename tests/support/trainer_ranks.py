@@ -133,9 +133,9 @@ def trainer_ranks(config: TrainerConfig, session: BrokerSession, run: str, folde
         ranks.stop()
 
 
-def three_updates(group: TrainerRanks, prompts) -> tuple[dict, dict, list[float]]:
-    """The actor before and after, and the gradient norms."""
-    group.open(config())
+def three_updates(group: TrainerRanks, prompts, **fields: Any) -> tuple[dict, dict, list[float]]:
+    """The actor before and after, and the gradient norms. `fields`: of RunConfig."""
+    group.open(config(**fields))
     before, norms = group.actor(0), []
     for snapshot in range(3):
         measured = group.iterate(prompts, snapshot)

@@ -38,20 +38,21 @@ def of_one_rank() -> dict[str, tuple]:
 
 
 SHARED = {"float32": [(2, 1)], "float64": [(2, 1), (4, 2), (4, 1)]}
-CASES = [(dtype, pair, shared) for shared, cases in ((False, PAIRS), (True, SHARED)) for dtype, pairs in cases.items()
+CASES = [(dtype, pair, shared, 0) for shared, cases in ((False, PAIRS), (True, SHARED)) for dtype, pairs in cases.items()
          for pair in pairs]
+CASES += [("float64", (2, 1), False, 8), ("float64", (2, 1), True, 16)]
 
 
-@pytest.mark.parametrize(("dtype", "pair", "shared"), CASES, ids=str)
-def test_updates_equal_one_ranks(ranks, groups, of_one_rank, dtype, pair, shared):
+@pytest.mark.parametrize(("dtype", "pair", "shared", "micro_batch"), CASES, ids=str)
+def test_updates_equal_one_ranks(ranks, groups, of_one_rank, dtype, pair, shared, micro_batch):
     """q = 1, 2 and 4. At TP 4 there are more ranks than kv heads, so that some hold the same head. `shared`: the q replicas
-    share groups out."""
+    share groups out. `micro_batch`: samples of a pass, of 4 a group."""
     if dtype not in of_one_rank:
         with ranks(1, 1, dtype) as alone:
             of_one_rank[dtype] = three_updates(alone, groups)
     start, expected, expected_norms = of_one_rank[dtype]
     with ranks(*pair, dtype, data_parallel=shared) as group:
-        before, found, norms = three_updates(group, groups)
+        before, found, norms = three_updates(group, groups, suffix_micro_batch_samples=micro_batch)
     assert all((before[name] == start[name]).all() for name in start)
     error = distance(found, expected, start)
     print(f"TP {pair[0]} over rollout TP {pair[1]}{', data parallel' * shared}, {dtype}: ||dA - dB|| / ||dA|| = {error:.1e}")

@@ -16,9 +16,10 @@ from rollplex.model import ActorLayout, init_tensor_parallel, read_model_config
 WORKER = Path(__file__).parents[2] / "support" / "tensor_parallel_worker.py"
 
 
-def run_ranks(checkpoints: list[Path], folder: Path, size: int) -> list[list[dict]]:
+def run_ranks(checkpoints: list[Path], folder: Path, size: int, groups_per_pass: int) -> list[list[dict]]:
     """Per rank, one result a checkpoint."""
-    commands = [[sys.executable, str(WORKER), str(folder), str(rank), str(size), *map(str, checkpoints)] for rank in range(size)]
+    commands = [[sys.executable, str(WORKER), str(folder), str(rank), str(size), str(groups_per_pass), *map(str, checkpoints)]
+                for rank in range(size)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process in processes:
         _, errors = process.communicate(timeout=180)
@@ -27,9 +28,11 @@ def run_ranks(checkpoints: list[Path], folder: Path, size: int) -> list[list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "ties"), [(2, [False, True]), (4, [False])])
-def test_gradients_equal_one_ranks(bind, exact, checkpoints, tmp_path, size, ties):
-    by_rank = run_ranks([checkpoints[tied] for tied in ties], tmp_path, size)
+@pytest.mark.parametrize(("size", "ties", "groups_per_pass"), [
+    (2, [False, True], 1), (4, [False], 1), (2, [False], 3), (4, [False], 4)])
+def test_gradients_equal_one_ranks(bind, exact, checkpoints, tmp_path, size, ties, groups_per_pass):
+    """Alone, and a group a pass."""
+    by_rank = run_ranks([checkpoints[tied] for tied in ties], tmp_path, size, groups_per_pass)
     for index, tied in enumerate(ties):
         alone = measure(bind(tied=tied), "keep")
         layout = ActorLayout.build(read_model_config(checkpoints[tied]), size, "float64")
