@@ -33,7 +33,7 @@ class VllmSection:
     have their generators whatever this says."""
     worker_process: bool = False
     """vLLM's worker is a process of its own with one rank too, as with several: one process schedules a step while the other
-    launches one, where both together take longer than the GPU. Costs a process and its start; hbm_share_gib does not bound it."""
+    launches one. Costs a process and its start, and at 3B on an H200 decoding was no faster; hbm_share_gib does not bound it."""
     custom_all_reduce: bool = True
     """Above one rank, vLLM's own all-reduce kernels where GPUs reach each other; otherwise, or without, NCCL's."""
 
