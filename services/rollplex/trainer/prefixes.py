@@ -13,7 +13,7 @@ from rollplex.engine import PromptReader
 from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.memory.arena import Arena, Hold
 from rollplex.memory.pinned_pool import PinnedPool
-from rollplex.model import Boundary, PrefixPass, PromptInputs, VisionLanguageModel, prefix_pass
+from rollplex.model import Boundary, PromptInputs, VisionLanguageModel, prefix_pass
 from rollplex.trainer.saved_bytes import SavedBytes
 
 BOUNDARY = "boundary_trainer"
@@ -27,15 +27,10 @@ class ReadyPrefix:
     boundary: Boundary
     last_token: int
     suffix_position: int
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Groups whose prompts went through the prefix together."""
-
-    prefix: PrefixPass
-    group_indices: tuple[int, ...]
+    pack: tuple[int, ...]
+    """Indices of the groups that went through the prefix together."""
     holds: tuple[Hold, ...]
+    """Of what all of these keep."""
 
 
 class Prefixes:
@@ -45,8 +40,6 @@ class Prefixes:
         """`stream`: where blocks run; absent: where everything does."""
         self._model, self._arena, self._stream = model, arena, stream
         self._ready: dict[int, ReadyPrefix] = {}
-        self._passes: dict[int, _Pass] = {}
-        """By group_index, both."""
 
     @property
     def boundary_bytes(self) -> int:
@@ -93,10 +86,9 @@ class Prefixes:
                  self._arena.hold(ACTIVATIONS, Residency.HBM, kept_bytes)]
         if pool is not None:
             holds.append(self._arena.hold(ACTIVATIONS, Residency.PINNED, pool.used_bytes - pool_before))
-        made = _Pass(prefix, tuple(group_indices), tuple(holds))
-        for group_index, one, boundary in zip(group_indices, inputs, prefix.boundaries, strict=True):
-            self._passes[group_index] = made
-            self._ready[group_index] = ReadyPrefix(boundary, one.last_token, one.suffix_position)
+        pack = tuple(group_indices)
+        for index, one, boundary in zip(pack, inputs, prefix.boundaries, strict=True):
+            self._ready[index] = ReadyPrefix(boundary, one.last_token, one.suffix_position, pack, tuple(holds))
 
     def get(self, group_index: int) -> ReadyPrefix:
         """Raises WrongState when the group has none."""
@@ -111,13 +103,13 @@ class Prefixes:
 
     def release(self, group_index: int) -> None:
         """Drops boundaries, graph and saved activations of the group's pass. Idempotent."""
-        if group_index not in self._passes:
+        ready = self._ready.get(group_index)
+        if ready is None:
             return
-        made = self._passes[group_index]
-        for index in made.group_indices:
-            del self._passes[index], self._ready[index]
-        made.prefix.release()
-        for hold in made.holds:
+        for index in ready.pack:
+            del self._ready[index]
+        ready.boundary.release()
+        for hold in ready.holds:
             hold.release()
 
     def rest(self) -> None:
