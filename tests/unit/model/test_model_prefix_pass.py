@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_qwen import make_prompt, make_responses, worst_gradient_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollplex.core.errors import WrongState
 from rollplex.model import pack_groups, pack_responses, prefix_forward, prefix_pass, suffix_forward
@@ -88,6 +89,38 @@ def test_life(bind):
             boundary.leaves()
     with torch.no_grad():
         assert not prefix_pass(bound.model, prompts).attached
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed; what only looks at memory otherwise is not."""
+
+    LOOKS = {"view", "t", "transpose", "detach", "_unsafe_view", "expand", "unsqueeze", "slice", "split", "split_with_sizes",
+             "unbind", "permute", "select", "alias", "empty", "new_empty", "as_strided", "_reshape_alias"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name.removeprefix("aten::") not in self.LOOKS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "from_inputs"])
+def test_four_prompts_are_little_more_to_launch_than_one(bind, saved):
+    """What a pass of several is for. Attention and what joins its outputs is all that there is for each."""
+    bound = bind()
+    prompt = make_prompt(bound.config, "video")
+    counted = []
+    for prompts in ([prompt], [prompt] * 4):
+        with Operations() as forward:
+            together = prefix_pass(bound.model, prompts, saved)
+        summed(bound.model, together.boundaries, prompts).backward()
+        with Operations() as backward:
+            together.backward()
+        counted.append((forward.count, backward.count))
+    for one, four in zip(*counted, strict=True):
+        assert four < 1.5 * one, counted
 
 
 def test_prompts_of_one_token_have_empty_boundaries(bind):
