@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,18 +84,21 @@ def visual_tokens(vision: VisionShapes, item: MediaItem) -> int:
     return steps * -(-height // side) * -(-width // side)
 
 
-def longest_micro_batch(groups: Iterable[Sequence[int]], micro_batch_samples: int) -> int:
-    """Mean tokens of a response, rounded up, in the micro-batch that has most. `groups`: the lengths of each group's responses;
-    `micro_batch_samples`: RunConfig.suffix_micro_batch_samples. Which groups meet in one is known when some are filtered out:
-    the longest may."""
-    groups = list(groups)
+def longest_micro_batch(groups: Sequence[Sequence[int]], micro_batch_samples: int, replicas: int = 1) -> int:
+    """Mean tokens of a response, rounded up, of the suffix forward that has most of them. `groups`: the lengths of each group's
+    responses, by index; `micro_batch_samples`: RunConfig.suffix_micro_batch_samples; `replicas` share a pass's groups out."""
     if not groups:
         return 0
     largest = max(map(len, groups))
     size = micro_batch_samples or largest
     together = max(1, min(size // largest, len(groups)))
-    parts = [sum(lengths[start:start + size]) for lengths in groups for start in range(0, len(lengths), size)]
-    return -(-sum(sorted(parts)[-together:]) // min(size, together * largest))
+    if together == 1:
+        parts = [sum(lengths[start:start + size]) for lengths in groups for start in range(0, len(lengths), size)]
+        return -(-max(parts) // min(size, largest))
+    tokens: dict[tuple[int, int], int] = defaultdict(int)
+    for index, lengths in enumerate(groups):
+        tokens[index // together, index % replicas] += sum(lengths)
+    return -(-max(tokens.values()) // (-(-together // replicas) * largest))
 
 
 def engine_choices(joined: Iterable[JoinResponse]) -> EngineChoices:

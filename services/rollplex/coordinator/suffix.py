@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rollplex.coordinator import orders
@@ -124,7 +124,7 @@ async def mini_batch_gradient(work: IterationWork, index: int, batch: Sequence[i
     anew."""
     trainer, parts = work.mesh.trainer, _Parts(work, batch)
     # The first one's are OVERLAP's.
-    prompts = [work.prompts[index] for index in batch] if index else in_company(work, batch)
+    prompts = [work.prompts[group_index] for group_index in batch] if index else in_company(work, batch)
 
     async def begin() -> None:
         if work.phase is Phase.UPDATE:
@@ -161,7 +161,7 @@ class _Parts:
         self.groups = {index: by_group[index] for index in batch}
         self._beside = _scores_beside_training(work)
         # Groups that share a pass stay together: the update is the one of a mini-batch in one part, to the last bit.
-        whole = list(self._packs(self.groups))
+        whole = self._packs(self.groups)
         # Replicas wait for each other between parts, so that each wants work in every one.
         most = max(1, len(whole) // work.mesh.trainer.replicas.count)
         self._parts = cut(whole, min(PARTS, most) if self._beside else 1)
@@ -184,7 +184,7 @@ class _Parts:
             for message in orders.in_messages(self._packs(self._groups_of(part))):
                 yield message
 
-    def _packs(self, groups: Groups) -> Iterator[list[ResponseGroup]]:
+    def _packs(self, groups: Groups) -> list[list[ResponseGroup]]:
         return packs(_responses(groups), self._work.config.groups_per_pass)
 
     def _groups_of(self, part: Sequence[Sequence[ResponseGroup]]) -> Groups:

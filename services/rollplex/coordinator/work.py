@@ -97,7 +97,8 @@ class IterationWork:
         self.needs = self.mesh.needs(
             self.config, prompts, generates=self.recorded is None, trains=not self.key.validation,
             media=[prompt.group.media for prompt in self.prompts],
-            response_tokens=longest_micro_batch(responses, self.config.suffix_micro_batch_samples))
+            response_tokens=longest_micro_batch(responses, self.config.suffix_micro_batch_samples,
+                                                self.mesh.trainer.replicas.count))
 
     def by_group(self) -> dict[int, list[SampleRecord]]:
         groups: dict[int, list[SampleRecord]] = defaultdict(list)

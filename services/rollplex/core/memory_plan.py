@@ -192,6 +192,8 @@ def _training_hbm(given: PlanInput, sizes: Sizes, choice: Choice) -> dict[Phase,
     _ablate(given, sizes, peak)
     held = {phase: {name: size for name, size in peak.items() if phase in CONTRACT[name].hot} for phase in WORKING_PHASES}
     held[Phase.OVERLAP]["prefix_activations"] += sizes.prefix_working_set
+    if given.reference:
+        held[Phase.OVERLAP]["boundary_reference"] += sizes.reference_prefix
     held[Phase.SUFFIX]["boundary_trainer"] += sizes.boundary_gradients
     relaxed = relaxed_classes(given.ablation, reference_resident=choice.reference == "resident")
     for name, phase in itertools.product(relaxed, WORKING_PHASES):

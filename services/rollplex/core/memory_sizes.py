@@ -288,26 +288,29 @@ class Sizes:
     @property
     def patches(self) -> int:
         """Of all prompts, in the model's type, as the tower's first matrix keeps them for its own gradient."""
-        return 0 if self.given.freeze_vision else self._patch_elements * self.item
+        return 0 if self.given.freeze_vision else self.groups_per_rank * self._patches(self.given.work.visual)
 
-    @property
-    def _patch_elements(self) -> int:
-        """Of all prompts."""
-        vision, work = self.given.shapes.vision, self.given.work
+    def _patches(self, visual: int) -> int:
+        """Of so many visual tokens."""
+        vision = self.given.shapes.vision
         patch = vision.patch_size**2 * vision.temporal_patch_size * vision.in_channels
-        return self.groups_per_rank * work.visual * vision.spatial_merge_size**2 * patch
+        return visual * vision.spatial_merge_size**2 * patch * self.item
 
     def prefix_waiting(self, activations: str) -> int:
         """What stays in HBM of the prefixes until their backward pass. Where all of it runs again the prompts wait: patches, and
         tokens with their three positions in 64 bits."""
-        prompts = self._patch_elements * self.item + self.groups_per_rank * self.given.work.prompt_tokens * 4 * 8
+        work = self.given.work
+        prompts = self.groups_per_rank * (self._patches(work.visual) + work.prompt_tokens * 4 * 8)
         return {"keep": self.full_tape + self.patches, "recompute": self.layer_inputs + self.patches, "offload": self.patches,
                 "from_inputs": prompts}[activations]
 
     def prefix_backward(self, activations: str) -> int:
-        """What the backward pass of the longest prompts adds: a layer's working set, and their layer inputs where all of it runs
-        again, from patches that are there."""
-        again = self._inputs(self.longest_prompt) + self._tower_inputs(self.given.work.longest_visual)
+        """What the backward pass of the longest prompts adds: a layer's working set, and where all of it runs again their layer
+        inputs. The patches of one prompt are there; those of several are put in a row."""
+        visual = self.given.work.longest_visual
+        again = self._inputs(self.longest_prompt) + self._tower_inputs(visual)
+        if self.packed_prompts > 1 and not self.given.freeze_vision:
+            again += self._patches(visual)
         return self.prefix_working_set + self.packed_prompts * again * (activations == "from_inputs")
 
     def suffix_activations(self, saved: str) -> int:
@@ -335,6 +338,15 @@ class Sizes:
         gradients = patches * self.item * (2 * vision.hidden_size + 3 * vision.intermediate_size)
         tower = 0 if self.given.freeze_vision else max(self._tower_layer_kept(tokens), self._merger_kept(tokens)) + gradients
         return max(self.layer_working_set(self.packed_prompts * self.longest_prompt, self.packed_prompts), tower)
+
+    @property
+    def reference_prefix(self) -> int:
+        """What the reference's prefix works with in a layer, without a graph: of every prompt of a pass but one, whose share is
+        the runtime's. Hidden states and norms, and of the MLP gate, up and their product."""
+        given = self.given
+        prompts = -(-given.work.packed_groups // (self.reference_ranks // self.reference_tp))
+        widths = 3 * (given.shapes.hidden_size + given.shapes.intermediate_size // self.reference_tp)
+        return (prompts - 1) * self.longest_prompt * widths * self.item
 
     @property
     def media(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import TypeVar
 
 from rollplex.core.work import PreparedGroup, ResponseGroup
@@ -11,11 +11,13 @@ from rollplex.core.work import PreparedGroup, ResponseGroup
 Group = TypeVar("Group", PreparedGroup, ResponseGroup)
 
 
-def packs(groups: Iterable[Group], groups_per_pass: int) -> Iterator[list[Group]]:
-    """In order: those that are here of each block of `groups_per_pass` (RunConfig) indices. Which groups meet depends on nothing
-    but their indices, so what is done again, or only for some, is done in the same company."""
-    for _, pack in groupby(groups, key=lambda group: group.group_index // groups_per_pass):
-        yield list(pack)
+def packs(groups: Iterable[Group], groups_per_pass: int) -> list[list[Group]]:
+    """Those that are here of each block of `groups_per_pass` (RunConfig) indices, by index; blocks as they first appear. Which
+    groups meet depends on their indices alone, so what is done again, or only for some, is done in the same company."""
+    found: dict[int, list[Group]] = defaultdict(list)
+    for group in groups:
+        found[group.group_index // groups_per_pass].append(group)
+    return [sorted(pack, key=lambda group: group.group_index) for pack in found.values()]
 
 
 def companions(indices: Iterable[int], group_count: int, groups_per_pass: int) -> list[int]:

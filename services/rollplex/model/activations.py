@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 Limit = Callable[[], AbstractContextManager[Any]]
 """What is launched inside `with limit():` runs on fewer SMs, in order with what is outside."""
@@ -42,12 +41,9 @@ def run_plain(block, x: torch.Tensor, *, limit: Limit = nullcontext, **arguments
 def run_checkpointed(block, x: torch.Tensor, *, limit: Limit = nullcontext, **arguments):
     """Only `x` stays; the block runs again in the backward pass, outside the limit. Tensors in `arguments` are held by reference.
 
-    On a CPU torch.utils.checkpoint does it: a prompt's image and video go through the tower apart, and it adds their gradients
-    as `run_plain` does, to the last bit. Its forward pass records a graph and calls hooks for every tensor in it, some 60 a
-    block, with which the host falls behind a GPU; there, and under a limit, the forward pass leaves no graph at all.
+    Not torch.utils.checkpoint's way, whose forward pass records a graph and calls hooks for every tensor in it, some 60 a block,
+    with which the host falls behind a GPU: the forward pass leaves no graph at all.
     """
-    if limit is nullcontext and not x.is_cuda and torch.is_grad_enabled():
-        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **arguments)
     trainable = x.requires_grad or any(p.requires_grad for p in getattr(block, "__self__", block).parameters())
     if not (torch.is_grad_enabled() and trainable):
         return run_plain(block, x, limit=limit, **arguments)

@@ -88,23 +88,24 @@ def _embed(model: VisionLanguageModel, prompts: Sequence[PromptInputs], counts: 
     """[B, D] with media features in place of their placeholders."""
     tokens = _in_a_row([inputs.token_ids[:count] for inputs, count in zip(prompts, counts, strict=True)])
     hidden_BD = model.language_model.embed_tokens(tokens)
+    pixels, grids, places = [], [], []
+    for inputs, count, start in zip(prompts, counts, accumulate(counts, initial=0)):
+        for token, of_medium, grid in (
+                (model.config.image_token_id, inputs.pixel_values_images, inputs.image_grid_thw),
+                (model.config.video_token_id, inputs.pixel_values_videos, inputs.video_grid_thw)):
+            if of_medium is not None and len(grid):
+                pixels.append(of_medium.to(hidden_BD.device, model.dtype))
+                grids.append(grid)
+                places.append(inputs.places_of(token, count) + start)
+    if not pixels:
+        return hidden_BD
+    # All media in one pass: their gradients are added up in the same way whatever is saved.
     frozen = not any(p.requires_grad for p in model.visual.parameters())
-    starts = [0, *accumulate(counts)]
-    for token, pixels_of, grid_of in ((model.config.image_token_id, "pixel_values_images", "image_grid_thw"),
-                                      (model.config.video_token_id, "pixel_values_videos", "video_grid_thw")):
-        shown = [(inputs, count, start) for inputs, count, start in zip(prompts, counts, starts)
-                 if getattr(inputs, pixels_of) is not None and len(getattr(inputs, grid_of))]
-        if not shown:
-            continue
-        pixels = _in_a_row([getattr(inputs, pixels_of).to(hidden_BD.device, model.dtype) for inputs, _, _ in shown])
-        grid = torch.cat([getattr(inputs, grid_of) for inputs, _, _ in shown])
-        with torch.no_grad() if frozen else nullcontext():
-            features = encode_shared(model.visual, pixels, grid, run, model.group)
-        # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it. index_copy
-        # would keep the features until then.
-        places = torch.cat([inputs.places_of(token, count) + start for inputs, count, start in shown])
-        hidden_BD = hidden_BD.index_put((to_device(places, hidden_BD.device),), features)
-    return hidden_BD
+    with torch.no_grad() if frozen else nullcontext():
+        features = encode_shared(model.visual, _in_a_row(pixels), torch.cat(grids), run, model.group)
+    # By indices from the host: backwards, a mask would have to be counted first, and the host would wait for it. index_copy would
+    # keep the features until then.
+    return hidden_BD.index_put((to_device(torch.cat(places), hidden_BD.device),), features)
 
 
 def _in_a_row(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -22,12 +21,11 @@ from rollplex.engine.communicator import Communicator
 from rollplex.engine.device import device_errors
 from rollplex.engine.prefix_stream import PrefixStream
 from rollplex.engine.prompts import PromptReader
+from rollplex.engine.ready_prefixes import ReadyPrefixes
 from rollplex.engine.residency import ResidencyReport
-from rollplex.memory.arena import Arena, Hold
+from rollplex.memory.arena import Arena
 from rollplex.memory.client import BrokerSession
 from rollplex.model import (
-    Boundary,
-    PromptInputs,
     VisionLanguageModel,
     pack_groups,
     pack_responses,
@@ -40,19 +38,6 @@ from rollplex.reference.weights import OBJECT_CLASS, ReferenceWeights
 
 BOUNDARY = "boundary_reference"
 Weights = ReferenceWeights | PagedWeights
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyPrefix:
-    """A group's boundary, and where its responses continue."""
-
-    boundary: Boundary
-    last_token: int
-    suffix_position: int
-    pack: tuple[int, ...]
-    """Indices of the groups that went through the prefix together."""
-    hold: Hold
-    """Of what all of these keep."""
 
 
 class ReferenceEngine:
@@ -79,7 +64,7 @@ class ReferenceEngine:
         self._arena = Arena(self.role, device)
         self._report = ResidencyReport(session, self._arena)
         self._groups_per_pass = 1
-        self._ready: dict[int, ReadyPrefix] = {}
+        self._ready = ReadyPrefixes()
         model.bind(weights.views())
         model.requires_grad_(False)
         self.communicator = communicator
@@ -110,19 +95,18 @@ class ReferenceEngine:
         """
         with self._together(Phase.OVERLAP, "materialize_prefix"):
             self._check_open()
-            count, hashes = len(self._ranks.own(groups)), []
+            own, hashes = self._ranks.own(groups), {}
             with self._weights_there():
                 for pack in self._ranks.own_packs(packs(groups, self._groups_per_pass)):
                     context.check()
-                    inputs = [self._reader.read(group) for group in pack]
-                    self._add([group.group_index for group in pack], inputs)
-                    for one in inputs:
-                        hashes.append(one.hash())
+                    found = self._run_prefix(pack)
+                    for group, prompt_hash in zip(pack, found, strict=True):
+                        hashes[group.group_index] = prompt_hash
                         crash_point("reference.prefix.group")
-                        context.progress(len(hashes), count, "groups")
+                        context.progress(len(hashes), len(own), "groups")
             self._rest()
         self._report.at_barrier()
-        return work.PrefixResult(tuple(hashes), self._arena.held_bytes(BOUNDARY), 0)
+        return work.PrefixResult(tuple(hashes[group.group_index] for group in own), self._arena.held_bytes(BOUNDARY), 0)
 
     @torch.inference_mode()
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
@@ -136,19 +120,18 @@ class ReferenceEngine:
             self._check_open()
             own = self._ranks.own(groups)
             self._check_scorable(own, temperature)
-            samples: list[work.SampleLogprobs] = []
+            scored: dict[int, list[work.SampleLogprobs]] = {}
             with self._weights_there():
-                done = 0
                 for pack in self._ranks.own_packs(packs(groups, self._groups_per_pass)):
                     context.check()
-                    samples += self._score(pack, temperature)
+                    scored |= self._score(pack, temperature)
                     if not keep_boundaries:
-                        self._release(pack[0].group_index)
+                        self._ready.release(group.group_index for group in pack)
                     for _ in pack:
                         crash_point("reference.score.group")
-                    done += len(pack)
-                    context.progress(done, len(own), "groups")
+                    context.progress(len(scored), len(own), "groups")
         self._report.at_barrier()
+        samples = (sample for group in own for sample in scored[group.group_index])
         return work.ScoreResult(tuple(samples) if self._ranks.tensor_rank == 0 else ())
 
     def quiesce(self, context: work.WorkContext, leave_snapshot: bool) -> work.QuiesceResult:
@@ -184,8 +167,18 @@ class ReferenceEngine:
         with self._arena.hold(OBJECT_CLASS, Residency.HBM, self._weights.visiting_bytes), self._weights.mapped():
             yield
 
-    def _score(self, pack: Sequence[work.ResponseGroup], temperature: float) -> list[work.SampleLogprobs]:
-        ready = [self._ready[group.group_index] for group in pack]
+    def _run_prefix(self, pack: Sequence[work.PreparedGroup]) -> list[str]:
+        """Hashes of the pack's prompts."""
+        inputs = [self._reader.read(group) for group in pack]
+        prefix = prefix_pass(self._model, [one.to(self._device) for one in inputs], limit=self._prefix_stream)
+        indices = [group.group_index for group in pack]
+        self._ready.release(indices)
+        self._ready.add(indices, inputs, prefix, [self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes)])
+        return [one.hash() for one in inputs]
+
+    def _score(self, pack: Sequence[work.ResponseGroup], temperature: float) -> dict[int, list[work.SampleLogprobs]]:
+        """By group_index."""
+        ready = [self._ready.get(group.group_index) for group in pack]
         responses = [[torch.frombuffer(sample.token_ids, dtype=torch.int64) for sample in group.samples] for group in pack]
         packed = pack_groups([pack_responses(one.last_token, tokens, one.suffix_position)
                               for one, tokens in zip(ready, responses, strict=True)]).to(self._device)
@@ -201,45 +194,23 @@ class ReferenceEngine:
                                        forbidden=self._model.config.forbidden_token_ids)
             logprobs.append(logp_T.float())
         # The host waits for the device once a pack.
-        scored = packed.split(torch.cat(logprobs).cpu())
-        samples = [(group.group_index, sample.sample_index) for group in pack for sample in group.samples]
-        return [work.SampleLogprobs(*sample, array("f", logp.numpy().tobytes()))
-                for sample, logp in zip(samples, scored, strict=True)]
+        scored = iter(packed.split(torch.cat(logprobs).cpu()))
+        return {group.group_index: [
+            work.SampleLogprobs(group.group_index, sample.sample_index, array("f", next(scored).numpy().tobytes()))
+            for sample in group.samples] for group in pack}
 
     def _check_scorable(self, groups: Sequence[work.ResponseGroup], temperature: float) -> None:
         if not temperature > 0:
             raise BadInput(f"temperature is {temperature}; it must be above 0", reason="BAD_SAMPLING")
-        missing = [group.group_index for group in groups if group.group_index not in self._ready]
-        if missing:
-            raise WrongState(f"no prefix is materialised for groups {missing[:8]} ({len(missing)} in all)",
-                             reason="BOUNDARY_MISSING", groups=missing[:8])
+        self._ready.require(group.group_index for group in groups)
 
     def _check_open(self) -> None:
         if not self.open_run_name:
             raise WrongState("no run is open", reason="NO_RUN")
 
-    def _add(self, group_indices: Sequence[int], inputs: Sequence[PromptInputs]) -> None:
-        prefix = prefix_pass(self._model, [one.to(self._device) for one in inputs], limit=self._prefix_stream)
-        for index in group_indices:
-            self._release(index)
-        hold = self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes)
-        for index, one, boundary in zip(group_indices, inputs, prefix.boundaries, strict=True):
-            self._ready[index] = ReadyPrefix(boundary, one.last_token, one.suffix_position, tuple(group_indices), hold)
-
-    def _release(self, group_index: int) -> None:
-        """Of all groups that went through the prefix with this one."""
-        ready = self._ready.get(group_index)
-        if ready is None:
-            return
-        for index in ready.pack:
-            del self._ready[index]
-        ready.boundary.release()
-        ready.hold.release()
-
     def _drop_boundaries(self) -> int:
         """Bytes released."""
         released = self._arena.held_bytes(BOUNDARY)
-        for group_index in list(self._ready):
-            self._release(group_index)
+        self._ready.release_all()
         self._report.at_barrier()
         return released

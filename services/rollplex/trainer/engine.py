@@ -148,9 +148,10 @@ class TrainerEngine:
             state.discard_gradients()
             own = list(self._ranks.own_packs(packs(groups, self._config.groups_per_pass)))
             hashes = self._prefixes.materialize(context, self._reader, own, self._config.saved_activations, self._pool)
-            # A layer's working set of the longest prompt: rollout's neighbours may need it, and no class counts it.
+            # A layer's working set of the longest pack: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()
-            return work.PrefixResult(hashes, self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
+            return work.PrefixResult(tuple(hashes[group.group_index] for group in self._ranks.own(groups)),
+                                     self._prefixes.boundary_bytes, self._prefixes.saved_bytes)
 
     def score_suffix(self, context: work.WorkContext, groups: Sequence[work.ResponseGroup], *, temperature: float,
                      keep_boundaries: bool) -> work.ScoreResult:
@@ -310,7 +311,7 @@ class TrainerEngine:
             finish_work(self._device)
 
     def _runner(self) -> SuffixRunner:
-        return SuffixRunner(self._model, self._ranks, self._arena, self._prefixes, self._config.loss,
+        return SuffixRunner(self._model, self._ranks, self._arena, self._prefixes.ready, self._config.loss,
                             self._config.sampling.temperature, self._config.suffix_micro_batch_samples,
                             self._config.groups_per_pass, self._chunk_tokens, self._config.suffix_activations)
 

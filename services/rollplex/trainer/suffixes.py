@@ -19,12 +19,12 @@ from rollplex.core.errors import BadInput
 from rollplex.core.packs import packs
 from rollplex.core.residency import Residency
 from rollplex.core.work import LossScale, ResponseGroup, ResponseSample, SampleLogprobs, WorkContext
+from rollplex.engine.ready_prefixes import ReadyPrefix, ReadyPrefixes
 from rollplex.memory.arena import Arena
 from rollplex.memory.transfer import to_device
 from rollplex.model import ModelConfig, Ranks, VisionLanguageModel, pack_groups, pack_responses, suffix_forward, token_logprobs
 from rollplex.trainer.loss import Tokens, token_losses, token_weights
 from rollplex.trainer.metrics import MetricSums
-from rollplex.trainer.prefixes import Prefixes, ReadyPrefix
 from rollplex.trainer.saved_bytes import SavedBytes
 
 SUFFIX_ACTIVATIONS = "suffix_activations"
@@ -51,7 +51,7 @@ class SuffixRunner:
     ranks: Ranks
     """Of several replicas each takes its own groups of a pack."""
     arena: Arena
-    prefixes: Prefixes
+    ready: ReadyPrefixes
     loss: LossConfig
     temperature: float
     micro_batch_samples: int
@@ -63,26 +63,24 @@ class SuffixRunner:
 
     def check(self, groups: Sequence[ResponseGroup]) -> None:
         """Raises WrongState for a group without boundary, BadInput for responses that `check_responses` refuses."""
-        for group in self.ranks.own(groups):
-            self.prefixes.get(group.group_index)
+        self.ready.require(group.group_index for group in self.ranks.own(groups))
         for group in groups:
             check_responses(group, self.model.config)
 
     def score(self, context: WorkContext, groups: Sequence[ResponseGroup], temperature: float, *, keep_boundaries: bool
               ) -> list[SampleLogprobs]:
         """Log-probabilities of every sample of the own groups, in their order."""
-        scored: list[SampleLogprobs] = []
-        done, count = 0, len(self.ranks.own(groups))
+        scored: dict[int, list[SampleLogprobs]] = {}
+        own = self.ranks.own(groups)
         for pack in self.ranks.own_packs(packs(groups, self.groups_per_pass)):
             context.check()
-            scored += self._score_pack(pack, temperature)
+            scored |= self._score_pack(pack, temperature)
             if not keep_boundaries:
-                self.prefixes.release(pack[0].group_index)
+                self.ready.release(group.group_index for group in pack)
             for _ in pack:
                 crash_point("trainer.old_logprob.group")
-            done += len(pack)
-            context.progress(done, count, "groups")
-        return scored
+            context.progress(len(scored), len(own), "groups")
+        return [sample for group in own for sample in scored[group.group_index]]
 
     def train(self, context: WorkContext, groups: Sequence[ResponseGroup], scale: LossScale) -> MetricSums:
         """Adds the gradient of the groups' share of the mini-batch's loss, in their order, and consumes their boundaries."""
@@ -93,8 +91,9 @@ class SuffixRunner:
                 if any(part.scored for part in batch):
                     metrics.merge(self._train_batch(batch, scale))
             # Suffixes first, then once through their prefix, which the groups of a pack have gone through together.
-            self.prefixes.backward(pack[0].group_index)
-            self.prefixes.release(pack[0].group_index)
+            indices = [group.group_index for group in pack]
+            self.ready.backward(indices)
+            self.ready.release(indices)
             for _ in pack:
                 crash_point("trainer.suffix.group")
                 done += 1
@@ -102,15 +101,16 @@ class SuffixRunner:
         return metrics
 
     @torch.no_grad()
-    def _score_pack(self, pack: Sequence[ResponseGroup], temperature: float) -> list[SampleLogprobs]:
-        """By the same micro-batches as `train`, so that both agree to the last bit."""
+    def _score_pack(self, pack: Sequence[ResponseGroup], temperature: float) -> dict[int, list[SampleLogprobs]]:
+        """By group_index; by the same micro-batches as `train`, so that both agree to the last bit."""
         parts: list[torch.Tensor] = []
         for batch in self._micro_batches(pack):
             parts += self._forward(batch, temperature, with_entropy=False)[0]
         # The one place where the host waits for these groups.
-        scored = torch.cat(parts).float().cpu().split([len(part) for part in parts])
-        samples = [(group.group_index, sample.sample_index) for group in pack for sample in group.samples]
-        return [SampleLogprobs(*sample, array("f", part.numpy().tobytes())) for sample, part in zip(samples, scored, strict=True)]
+        scored = iter(torch.cat(parts).float().cpu().split([len(part) for part in parts]))
+        return {group.group_index: [
+            SampleLogprobs(group.group_index, sample.sample_index, array("f", next(scored).numpy().tobytes()))
+            for sample in group.samples] for group in pack}
 
     def _train_batch(self, batch: Sequence[Part], scale: LossScale) -> MetricSums:
         leaves = [x for part in batch for pair in part.ready.boundary.leaves() for x in pair]
@@ -145,7 +145,7 @@ class SuffixRunner:
 
     def _micro_batches(self, pack: Sequence[ResponseGroup]) -> Iterator[list[Part]]:
         """Of one pack: all its groups at once, or a single one in parts."""
-        parts = [Part(self.prefixes.get(group.group_index), group.samples) for group in pack]
+        parts = [Part(self.ready.get(group.group_index), group.samples) for group in pack]
         size = self.micro_batch_samples or len(parts[0].samples)
         if len(parts) > 1:
             yield parts

@@ -57,11 +57,15 @@ def test_what_the_run_leaves_out_is_not_planned(planner):
 def test_suffixes_are_planned_by_the_responses_there_are(planner):
     assert longest_micro_batch([[10, 20, 30, 41], [1, 1, 1, 1]], 0) == 26
     assert longest_micro_batch([[10, 20, 30, 41], [1, 1, 1, 90]], 2) == 46
-    # Two of the groups meet in a pass, and the two longest may.
-    assert longest_micro_batch([[10, 20], [2, 2], [50, 40]], 4) == 30
-    assert longest_micro_batch([[10, 20], [2, 2], [50, 40]], 5) == 30
+    # Two neighbours meet in a pass.
+    assert longest_micro_batch([[10, 20], [50, 40], [2, 2]], 4) == 30
+    assert longest_micro_batch([[10, 20], [50, 40], [2, 2]], 5) == 30
+    assert longest_micro_batch([[10, 20], [2, 2], [50, 40]], 4) == 23, "the last one alone, as its pass is planned: with another"
     assert longest_micro_batch([[10, 20], [50, 40]], 100) == 30
     assert longest_micro_batch([[10, 20]], 100) == 15
+    # Each of two replicas takes one of them.
+    assert longest_micro_batch([[10, 20], [50, 40], [2, 2]], 4, replicas=2) == 45
+    assert longest_micro_batch([[10, 20], [50, 40], [2, 2]], 6, replicas=2) == 23
     assert longest_micro_batch([], 0) == longest_micro_batch([], 4) == 0
     found = [by_class(planner.needs(CONFIG, [100], POOL, generates=True, trains=True, response_tokens=tokens), Phase.SUFFIX)
              for tokens in (0, 64, 8)]

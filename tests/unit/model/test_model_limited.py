@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_qwen import make_groups, two_stage_loss, worst_gradient_error
+from tiny_qwen import make_groups, two_stage_loss
 
 from rollplex.model import HostCopies, prefix_forward
 
@@ -54,33 +54,23 @@ def gradients(model) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def both_ways(bound, kind: str, saved: str) -> tuple[dict, dict]:
-    """Gradients of one group without and under a limit; the loss is the same to the last bit."""
-    groups = make_groups(bound.config, [kind], torch.float32, [3])
-    loss = two_stage_loss(bound.model, groups, 0.7, (), saved=saved)
-    expected = gradients(bound.model)
-    assert two_stage_loss(bound.model, groups, 0.7, (), saved=saved, limit=Notebook(bound.model)) == loss
-    return expected, gradients(bound.model)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
-def test_a_limit_changes_no_bit(bind, saved, frozen):
+@pytest.mark.parametrize("kinds", [["video"], ["text"], ["one_token"], ["image_and_video"], ["video", "image", "text"]], ids=str)
+def test_neither_a_limit_nor_what_is_saved_changes_a_bit(bind, kinds, frozen):
+    """Of one group, or of several in a pass."""
     bound = bind(torch.float32)
     bound.model.visual.requires_grad_(not frozen)
-    for kind in ("video", "text", "one_token"):
-        expected, found = both_ways(bound, kind, saved)
-        assert any(gradient is not None for gradient in expected.values())
+    groups, made = make_groups(bound.config, kinds, torch.float32, [3]), []
+    for saved in ("keep", "recompute", "offload", "from_inputs"):
+        for limit in (None, Notebook(bound.model)):
+            loss = two_stage_loss(bound.model, groups, 0.7, (), saved=saved, limit=limit, groups_per_pass=len(groups))
+            made.append((loss, gradients(bound.model)))
+    (expected_loss, expected), *others = made
+    assert any(gradient is not None for gradient in expected.values())
+    for loss, found in others:
+        assert loss == expected_loss
         for name, gradient in expected.items():
-            assert found[name] is None if gradient is None else torch.equal(gradient, found[name]), (kind, name)
-
-
-@pytest.mark.parametrize("saved", ["recompute", "offload"])
-def test_two_media_are_added_in_another_order(bind, saved):
-    """The tower runs twice: autograd adds its two gradients first, blocks that leave no graph one after the other."""
-    bound = bind(torch.float32)
-    expected, found = both_ways(bound, "image_and_video", saved)
-    assert worst_gradient_error(found, expected, vocab=bound.config.padded_vocab(1)) < 1e-6
+            assert found[name] is None if gradient is None else torch.equal(gradient, found[name]), name
 
 
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
@@ -100,7 +90,7 @@ def test_only_the_forward_pass_is_inside(bind, saved):
     with notes.watching():
         boundary.backward()
     assert (notes.entered, len(notes.inside)) == (blocks, blocks)
-    assert bool(notes.outside) == (saved != "keep") and all(notes.outside)
+    assert any(notes.outside) == (saved != "keep")
 
 
 def test_what_has_no_gradient_leaves_no_graph(bind):

@@ -72,12 +72,16 @@ def test_blocks_run_as_in_any_saved_mode(checkpoints, single_rank, monkeypatch):
 def test_a_rank_warms_up_for_its_share(checkpoints, single_rank, monkeypatch):
     """Down to one kv head, for which torch compiles kernels of their own."""
     config = read_model_config(checkpoints[False])
-    boundaries = []
-    monkeypatch.setattr(warmup, "suffix_forward",
-                        lambda model, given, *rest: boundaries.extend(given) or suffix_forward(model, given, *rest))
+    heads = []
+
+    def watched(model, boundaries, *rest):
+        heads.extend(boundary.layers[0][0].shape[1] for boundary in boundaries)
+        return suffix_forward(model, boundaries, *rest)
+
+    monkeypatch.setattr(warmup, "suffix_forward", watched)
     for ranks in (1, config.kv_head_count):
         list(rehearse(one_rank(config, ranks), torch.float32, CPU, trains=True))
-    assert [boundary.layers[0][0].shape[1] for boundary in boundaries] == [config.kv_head_count, 1]
+    assert heads == [config.kv_head_count, 1]
 
 
 @pytest.fixture

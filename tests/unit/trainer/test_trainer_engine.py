@@ -126,15 +126,59 @@ def test_suffixes_kept_or_recomputed_are_bit_identical(opened):
         assert 0 < peaks[1] < peaks[0] / 2, peaks
 
 
-def test_splitting_a_mini_batch_into_calls_and_reordering_groups_changes_nothing(opened):
-    prompts, responses = make_groups(count=3)
-    engine = opened(torch.float32)
+@pytest.mark.parametrize(("micro_batch_samples", "order"), [(0, [2, 1, 0]), (8, [4, 3, 2, 1, 0]), (8, [0, 2, 1, 4, 3])], ids=str)
+def test_splitting_a_mini_batch_into_calls_and_reordering_groups_changes_nothing(opened, micro_batch_samples, order):
+    """Calls end where packs do."""
+    prompts, responses = make_groups(count=len(order))
+    engine = opened(torch.float32, suffix_micro_batch_samples=micro_batch_samples)
     train(engine, prompts, responses)
     expected = engine._state.gradients.flat.clone()
-    engine.materialize_prefix(QUIET, prompts[::-1])
-    engine.train_suffix(QUIET, responses[:1], scale_of(responses))
-    engine.train_suffix(QUIET, responses[:0:-1], scale_of(responses))
+    hashes = engine.materialize_prefix(QUIET, prompts).prompt_hashes
+    again = engine.materialize_prefix(QUIET, [prompts[index] for index in order]).prompt_hashes
+    assert len(set(hashes)) > 1 and again == tuple(hashes[index] for index in order)
+    scored = engine.score_suffix(QUIET, [responses[index] for index in order], temperature=1.0, keep_boundaries=True).samples
+    assert [sample.group_index for sample in scored[::4]] == order
+    first = engine._config.groups_per_pass
+    engine.train_suffix(QUIET, responses[:first], scale_of(responses))
+    engine.train_suffix(QUIET, [responses[index] for index in order if index >= first], scale_of(responses))
     assert torch.equal(engine._state.gradients.flat, expected)
+
+
+def test_a_pack_whose_prompts_came_in_two_commands_goes_back_through_both(opened):
+    prompts, responses = make_groups(count=2)
+    engine = opened(suffix_micro_batch_samples=8)
+    train(engine, prompts, responses)
+    expected = gradients(engine)
+    engine.materialize_prefix(QUIET, prompts[:1])
+    engine._prefixes.materialize(QUIET, engine._reader, [prompts[1:]], "keep", None)
+    engine.train_suffix(QUIET, responses, scale_of(responses))
+    assert_gradients_close(gradients(engine), expected, 1e-12)
+    assert engine._prefixes.boundary_bytes == engine._prefixes.saved_bytes == 0
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
+@pytest.mark.parametrize("left_out", [[], [1], [0, 3, 4]])
+def test_a_pack_leaves_nothing_behind_whoever_of_it_is_trained(opened, saved, left_out):
+    prompts, responses = make_groups(count=5)
+    kept = [index for index in range(5) if index not in left_out]
+    engine = opened(saved_activations=saved, suffix_micro_batch_samples=8)
+    train(engine, prompts, [responses[index] for index in kept])
+    found = gradients(engine)
+    # Of a pack that is left out whole all is there until the mini-batch has ended.
+    assert (engine.quiesce(QUIET, False).released_bytes > 0) == (4 in left_out)
+    assert engine._prefixes.boundary_bytes == engine._prefixes.saved_bytes == 0
+    assert engine._pool is None or engine._pool.used_bytes == 0
+    alone = opened()
+    train(alone, [prompts[index] for index in kept], [responses[index] for index in kept])
+    assert_gradients_close(found, gradients(alone), 1e-12)
+
+
+def test_one_group_twice_in_a_command_is_there_once(opened):
+    prompts, responses = make_groups(count=1)
+    engine = opened(suffix_micro_batch_samples=8)
+    engine.materialize_prefix(QUIET, prompts * 2)
+    engine.train_suffix(QUIET, responses, scale_of(responses))
+    assert engine._prefixes.boundary_bytes == engine._prefixes.saved_bytes == 0
 
 
 def test_an_unscored_sample_adds_nothing_but_counts(opened):
@@ -219,7 +263,7 @@ def test_order_of_commands_is_enforced(opened, build_engine):
     with pytest.raises(WrongState, match="no run"):
         engine.materialize_prefix(QUIET, prompts)
     engine = opened()
-    with pytest.raises(WrongState, match="group 0 has no boundary"):
+    with pytest.raises(WrongState, match=r"no boundary of groups \[0, 1\]"):
         engine.train_suffix(QUIET, responses, scale_of(responses))
     with pytest.raises(WrongState, match="measure it"):
         engine.apply_update(QUIET, UpdateOrder(1, 1.0, 1.0, 1))

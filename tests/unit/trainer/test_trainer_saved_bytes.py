@@ -95,22 +95,20 @@ def test_prefix_activations_of_a_video(wide, bound, saved):
     assert 0.8 * planned.prefix_waiting(saved) <= kept <= planned.prefix_waiting(saved) + 64 * inputs.token_count
 
 
-def test_a_prompt_that_runs_again_keeps_its_layer_inputs_and_no_second_patches(wide, bound):
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_runs_again_keeps_layer_inputs_and_of_several_prompts_patches_in_a_row(wide, bound, count):
+    """It runs again as `recompute` runs the first time, from patches that wait."""
     model = bound[1].model
-    inputs, planned = _video(wide, bound)
-    boundary = prefix_forward(model, inputs, "from_inputs")
-    for pair in boundary.leaves():
-        for leaf in pair:
-            leaf.grad = torch.zeros_like(leaf)
+    inputs, planned = _video(wide, bound, groups=count)
     waiting = SavedBytes([*model.parameters(), inputs.pixel_values_videos])
     with waiting.counting():
-        boundary.backward()
+        prefix_pass(model, [inputs] * count, "recompute")
     again = planned.prefix_backward("from_inputs") - planned.prefix_working_set
-    assert 0.95 * again <= waiting.size_bytes <= again + 64 * inputs.token_count
+    assert 0.95 * again <= waiting.size_bytes <= again + 64 * count * inputs.token_count
 
 
-def _video(wide, bound) -> tuple[PromptInputs, Sizes]:
-    """A prompt that is a video, as it waits, and its plan."""
+def _video(wide, bound, groups: int = 1) -> tuple[PromptInputs, Sizes]:
+    """A prompt that is a video, as it waits, and a plan of so many of them in one pass."""
     dtype, (model, config) = bound[0], (bound[1].model, bound[1].config)
     grid = np.array([[4, 16, 16]])
     features = int(grid.prod()) // config.spatial_merge_size**2
@@ -119,7 +117,8 @@ def _video(wide, bound) -> tuple[PromptInputs, Sizes]:
     pixels = np.random.default_rng(0).standard_normal((int(grid.prod()), channels), dtype=np.float32)
     inputs = PromptInputs.from_arrays(config, token_ids=tokens, pixel_values_videos=pixels, video_grid_thw=grid,
                                       second_per_grid_ts=np.ones(1))
-    work = Work(groups=1, samples=1, prompt_tokens=len(tokens), response_tokens=1, micro_batch_samples=1, visual_tokens=features)
+    work = Work(groups=groups, samples=1, prompt_tokens=len(tokens), response_tokens=1, micro_batch_samples=groups,
+                visual_tokens=features)
     return inputs.with_pixels(model.dtype), Sizes(PlanInput(
         shapes=read_shapes(wide), topology=Topology(), gpus=1, hbm_bytes=1, host_bytes=1, runtime_bytes=0, dtype=dtype,
         work=work))
