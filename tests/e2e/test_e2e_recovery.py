@@ -10,6 +10,10 @@ pytestmark = pytest.mark.slow
 CONFIGS = {
     "overlap": {"schedule": "overlap", "deterministic": True},
     "serial-two-updates": {"schedule": "serial", "deterministic": True, "optimizer": {"updates_per_iteration": 2}},
+    # Two groups in a pass, one of which may be left out; three, and an update that ends inside the pass.
+    "packs": {"schedule": "overlap", "deterministic": True, "suffix_micro_batch_samples": 8, "filter_zero_variance": True},
+    "packs-two-updates": {"schedule": "serial", "deterministic": True, "suffix_micro_batch_samples": 12,
+                          "optimizer": {"updates_per_iteration": 2}},
 }
 CASES = [
     ("rollout-0", "generate", "overlap"), ("trainer-0", "trainer_prefix", "overlap"),
@@ -18,6 +22,8 @@ CASES = [
     ("trainer-0", "write", "serial-two-updates"), ("rollout-0", "suffix", "overlap"), ("broker", "generate", "overlap"),
     ("broker", "write", "serial-two-updates"), ("keeper", "suffix", "overlap"), ("coordinator", "generate", "overlap"),
     ("coordinator", "suffix", "serial-two-updates"), ("coordinator", "write", "serial-two-updates"),
+    ("trainer-0", "suffix", "packs"), ("reference-0", "score", "packs"), ("coordinator", "score", "packs"),
+    ("trainer-0", "suffix", "packs-two-updates"), ("coordinator", "suffix", "packs-two-updates"),
 ]
 
 
@@ -32,7 +38,7 @@ def undisturbed(mesh, prompts, image, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("name", "span", "config"), CASES, ids=[f"{name}-{span}" for name, span, _ in CASES])
+@pytest.mark.parametrize(("name", "span", "config"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_kill_in_mid_iteration_changes_nothing(mesh, prompts, image, undisturbed, tmp_path, name, span, config):
     snapshot, expected = undisturbed[config]
     with mesh.client as client:

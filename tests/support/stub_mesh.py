@@ -67,8 +67,9 @@ class Stub:
     bound_snapshot: int = -1
     calls: list[str] = field(default_factory=list)
     scored: list[list[int]] = field(default_factory=list)
-    prepared: list[list[int]] = field(default_factory=list)
     """Indices of the groups of every `score_suffix`."""
+    prepared: list[list[int]] = field(default_factory=list)
+    """And of every `materialize_prefix`."""
     hooks: dict[str, Callable[[work.WorkContext], None]] = field(default_factory=dict)
     session: BrokerSession | None = None
     communicator: StubCommunicator = field(default_factory=StubCommunicator)

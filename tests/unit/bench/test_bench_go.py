@@ -49,6 +49,13 @@ def test_a_go_runs_in_a_tree_of_its_own(go, tmp_path):
     assert go(30, "sh", "-c", "pwd; ls benchmarks/gpu")[1].split() == [str(tmp_path / "go" / "tree"), "go.sh"]
 
 
+def test_a_killed_go_is_told(go, tmp_path):
+    assert go(0, "sh", "-c", "sleep 1000")[0] == RUNS
+    os.killpg(int((tmp_path / "go" / "begun").read_text()), signal.SIGKILL)
+    status, text = go(50)
+    assert status == 1 and "the go was killed" in text
+
+
 def test_refusals(go):
     assert "no go was begun" in go(0)[1]
     assert go(50, "true")[0] == 0

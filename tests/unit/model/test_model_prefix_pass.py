@@ -3,6 +3,9 @@ transformers in test_model_exactness.py."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tiny_qwen import make_prompt, make_responses, worst_gradient_error
@@ -89,6 +92,22 @@ def test_life(bind):
             boundary.leaves()
     with torch.no_grad():
         assert not prefix_pass(bound.model, prompts).attached
+
+
+@pytest.mark.parametrize("saved", ["keep", "recompute", "from_inputs"])
+def test_what_is_dropped_is_gone_at_once(bind, saved):
+    """Without Python's collector, which runs when it likes."""
+    bound = bind()
+    prompts = [make_prompt(bound.config, kind) for kind in ("image", "text")]
+    gc.disable()
+    try:
+        boundary = prefix_pass(bound.model, prompts, saved).boundaries[0]
+        keys = weakref.ref(boundary.layers[0][0])
+        assert keys() is not None
+        del boundary
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 class Operations(TorchDispatchMode):
