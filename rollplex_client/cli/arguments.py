@@ -175,7 +175,7 @@ def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     number("--samples", 8, "responses of a prompt")
     number("--prompt-tokens", 8192, "of one prompt, media included")
     number("--response-tokens", 2048, "of one response")
-    number("--micro-batch-samples", 8, "responses in one suffix forward")
+    number("--micro-batch-samples", 8, "responses in one suffix forward; of several groups prompts go through one prefix, too")
     number("--runtime-gib", 4.0, "of a GPU, for contexts, NCCL and engine buffers", float)
     number("--chunk-elements", 1 << 24, "of the streamed update (run.optimizer.chunk_elements)")
     plan.add_argument("--data-parallel", action="store_true", help="replicas share prompts out instead of computing each "
