@@ -2,8 +2,8 @@
 # Everything that two GPUs of one host are needed for, in one go; results lie in OUT as they come, status.txt says how parts ended.
 #   sh benchmarks/gpu/two.sh BUNDLE OUT [--device cpu] [PART...]
 # BUNDLE as in run.sh. Parts, in this order: facts peer nccl exact publish 3b 3b-tp2 3b-dp 7b 7b-dp (all of them by default), and on demand
-# rollout (the rollout contract on vLLM at TP 2). $ROLLPLEX_LIMIT_S bounds the whole (default 540 s): what has no time left is
-# skipped. $ROLLPLEX_EXTRA: further options of rollplex bench; $ROLLPLEX_GROW_GIB (150; 0: not): host memory that is touched
+# 3b-passes (several groups a pass, ADR 20) and rollout (the rollout contract on vLLM at TP 2). $ROLLPLEX_LIMIT_S bounds the whole
+# (default 540 s): what has no time left is skipped. $ROLLPLEX_EXTRA: further options of rollplex bench; $ROLLPLEX_GROW_GIB (150; 0: not): host memory that is touched
 # beforehand, on machines whose memory grows as it is used; $ROLLPLEX_HOST_GIB (220): what slabs may take of it. --device cpu tries every part with gloo ranks and a tiny model.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,9s/^# //p' "$0" >&2; exit 2; }
@@ -27,6 +27,7 @@ if [ "$device" = cpu ]; then
     wanted 3b && bench 3b 500 $job --arms overlap,serial,disaggregated
     wanted 3b-tp2 && bench 3b-tp2 500 $job --arms overlap:2x2,serial:2x2
     wanted 3b-dp && bench 3b-dp 500 $job --arms overlap:2x1dp,serial:2x1dp
+    wanted 3b-passes && bench 3b-passes 500 $job --arms overlap,overlap:2x1dp --micro-batch-samples 4
     exit 0
 fi
 
@@ -51,6 +52,7 @@ LINES_KEPT=90
 wanted 3b && bench 3b 480 $job --shape 3b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
 wanted 3b-tp2 && bench 3b-tp2 260 $job --shape 3b --groups 16 --arms serial@mps-priority:2x2,overlap@mps-priority:2x2
 wanted 3b-dp && bench 3b-dp 260 $job --shape 3b --groups 16 --arms overlap@mps-priority:2x1dp,serial@mps-priority:2x1dp
+wanted 3b-passes && bench 3b-passes 260 $job --shape 3b --groups 16 --arms overlap@mps-priority,overlap@mps-priority:2x1dp --micro-batch-samples 32
 wanted 7b && bench 7b 560 $job --shape 7b --groups 16 --arms "${ROLLPLEX_ARMS:-$arms}"
 wanted 7b-dp && bench 7b-dp 300 $job --shape 7b --groups 16 --arms overlap@mps-priority:2x1dp,serial@mps-priority:2x1dp
 wanted rollout && part rollout 240 $tests tests/contract/rollout/test_rollout_contract.py -k vllm-cuda-tp2
