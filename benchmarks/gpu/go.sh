@@ -19,11 +19,19 @@ if [ $# -gt 0 ]; then
     # What writes the end belongs to that session: a node may end everything else when this call returns.
     (cd "$dir/tree" && exec setsid sh -c 'dir=$1; shift; echo $$ >"$dir/beginning"; mv "$dir/beginning" "$dir/begun"
         "$@"; echo $? >"$dir/ending"; mv "$dir/ending" "$dir/ended"' go "$dir" "$@") >"$dir/log" 2>&1 </dev/null &
-    while [ ! -e "$dir/begun" ]; do sleep 0.1; done
+    starting=$!
+    while [ ! -e "$dir/begun" ]; do
+        kill -0 $starting 2>/dev/null || [ -e "$dir/begun" ] || { cat "$dir/log" >&2; exit 2; }
+        sleep 0.1
+    done
 fi
 [ -e "$dir/begun" ] || { echo "$dir: no go was begun there" >&2; exit 2; }
-while [ ! -e "$dir/ended" ] && [ "$(date +%s)" -lt "$until" ] && kill -0 "$(cat "$dir/begun")" 2>/dev/null; do sleep 1; done
+runs() { kill -0 "$(cat "$dir/begun")" 2>/dev/null; }
+while [ ! -e "$dir/ended" ] && [ "$(date +%s)" -lt "$until" ] && runs; do sleep 1; done
+alive=true
+runs || alive=false
 tail -"${LINES_KEPT:-25}" "$dir/log"
+# In this order: what ends between the two looks is not taken for killed.
 [ ! -e "$dir/ended" ] || exit "$(cat "$dir/ended")"
-kill -0 "$(cat "$dir/begun")" 2>/dev/null || { echo "$dir: the go was killed" >&2; exit 1; }
+$alive || { echo "$dir: the go was killed" >&2; exit 1; }
 exit 75

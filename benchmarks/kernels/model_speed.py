@@ -206,7 +206,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         hidden = suffix_forward(model, attached.boundaries, together)
         token_logprobs(model, hidden, together.targets)[0].sum().backward()
         attached.backward()
-        attached.release()
 
     def train(saved: str, groups: int = 1) -> None:
         backward(saved, groups)

@@ -306,7 +306,7 @@ class Sizes:
 
     def prefix_backward(self, activations: str) -> int:
         """What the backward pass of the longest prompts adds: a layer's working set, and where all of it runs again their layer
-        inputs. The patches of one prompt are there; those of several are put in a row."""
+        inputs. The patches of one prompt are there (but of one with images and videos), those of several are put in a row."""
         visual = self.given.work.longest_visual
         again = self._inputs(self.longest_prompt) + self._tower_inputs(visual)
         if self.packed_prompts > 1 and not self.given.freeze_vision:
@@ -342,11 +342,13 @@ class Sizes:
     @property
     def reference_prefix(self) -> int:
         """What the reference's prefix works with in a layer, without a graph: of every prompt of a pass but one, whose share is
-        the runtime's. Hidden states and norms, and of the MLP gate, up and their product."""
-        given = self.given
+        the runtime's. Of the decoder or the tower, which one rank may compute whole: four hidden states (input, attention's
+        output, their sum, its norm), and of the MLP gate, up and their product."""
+        given, vision = self.given, self.given.shapes.vision
         prompts = -(-given.work.packed_groups // (self.reference_ranks // self.reference_tp))
-        widths = 3 * (given.shapes.hidden_size + given.shapes.intermediate_size // self.reference_tp)
-        return (prompts - 1) * self.longest_prompt * widths * self.item
+        decoder = self.longest_prompt * (4 * given.shapes.hidden_size + 3 * given.shapes.intermediate_size // self.reference_tp)
+        patches = given.work.longest_visual * vision.spatial_merge_size**2
+        return (prompts - 1) * max(decoder, patches * (4 * vision.hidden_size + 3 * vision.intermediate_size)) * self.item
 
     @property
     def media(self) -> int:

@@ -89,10 +89,6 @@ class Boundary:
     def layers(self) -> KeysValues:
         return self._pass.layers_of(self._place)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for pair in self.layers for x in pair)
-
     def leaves(self) -> KeysValues:
         return self._pass.leaves_of(self._place)
 

@@ -169,10 +169,10 @@ class ReferenceEngine:
 
     def _run_prefix(self, pack: Sequence[work.PreparedGroup]) -> list[str]:
         """Hashes of the pack's prompts."""
-        inputs = [self._reader.read(group) for group in pack]
-        prefix = prefix_pass(self._model, [one.to(self._device) for one in inputs], limit=self._prefix_stream)
         indices = [group.group_index for group in pack]
         self._ready.release(indices)
+        inputs = [self._reader.read(group).to(self._device).with_pixels(self._model.dtype) for group in pack]
+        prefix = prefix_pass(self._model, inputs, limit=self._prefix_stream)
         self._ready.add(indices, inputs, prefix, [self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes)])
         return [one.hash() for one in inputs]
 

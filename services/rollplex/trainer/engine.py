@@ -144,9 +144,9 @@ class TrainerEngine:
         with self._together(Phase.OVERLAP, "materialize_prefix"):
             state = self._require_bound()
             state.require_whole()
+            own = list(self._ranks.own_packs(packs(groups, self._config.groups_per_pass)))
             self._prefixes.release_all()
             state.discard_gradients()
-            own = list(self._ranks.own_packs(packs(groups, self._config.groups_per_pass)))
             hashes = self._prefixes.materialize(context, self._reader, own, self._config.saved_activations, self._pool)
             # A layer's working set of the longest pack: rollout's neighbours may need it, and no class counts it.
             self._report.at_barrier()

@@ -37,7 +37,7 @@ class Prefixes:
 
     def materialize(self, context: WorkContext, reader: PromptReader, packs: Sequence[Sequence[PreparedGroup]], saved: str,
                     pool: PinnedPool | None) -> dict[int, str]:
-        """Runs every pack's prefix, in place of earlier ones of its groups; their prompts' hashes by group_index.
+        """Runs the prefixes of packs that have none; their prompts' hashes by group_index.
 
         `saved`: RunConfig.saved_activations. Raises OutOfMemory when the offload pool is full, DataLoss for a prompt unlike the
         coordinator's.
@@ -58,12 +58,9 @@ class Prefixes:
 
     def _run(self, reader: PromptReader, pack: Sequence[PreparedGroup], saved: str, pool: PinnedPool | None) -> list[str]:
         """Hashes of the pack's prompts, which are not held any longer than the prefix holds them."""
-        indices, inputs = [group.group_index for group in pack], [reader.read(group) for group in pack]
-        self.ready.release(indices)
+        inputs = [reader.read(group).with_pixels(self._model.dtype) for group in pack]
         counter = SavedBytes(self._model.parameters())
         pool_before = pool.used_bytes if pool is not None else 0
-        if saved == "from_inputs":
-            inputs = [one.with_pixels(self._model.dtype) for one in inputs]
         with counter.counting():
             prefix = prefix_pass(self._model, inputs, saved=saved, offload=pool, limit=self._stream)
         # What the prefix runs again from waits where it will be needed.
@@ -72,7 +69,7 @@ class Prefixes:
                  self._arena.hold(ACTIVATIONS, Residency.HBM, kept_bytes)]
         if pool is not None:
             holds.append(self._arena.hold(ACTIVATIONS, Residency.PINNED, pool.used_bytes - pool_before))
-        self.ready.add(indices, inputs, prefix, holds)
+        self.ready.add([group.group_index for group in pack], inputs, prefix, holds)
         return [one.hash() for one in inputs]
 
     def rest(self) -> None:

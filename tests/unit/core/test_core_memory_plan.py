@@ -153,8 +153,21 @@ def test_a_suffix_pass_holds_parts_of_a_group_or_whole_ones(micro_batch_samples,
     # Their prompts go through the prefix together, in the reference, too.
     assert sizes.prefix_working_set >= groups * one.prefix_working_set
     assert sizes.prefix_backward("from_inputs") >= groups * one.prefix_backward("from_inputs")
-    more = make_plan(sizes.given).columns[0].hbm["boundary_reference"] - make_plan(one.given).columns[0].hbm["boundary_reference"]
-    assert (more == 0) == (groups == 1) and more % (groups - 1 or 1) == 0
+
+def test_a_reference_without_a_graph_works_on_a_layer_of_every_prompt_of_a_pass():
+    """Beyond one, whose share is the runtime's. By hand, 3B at TP 1: an MLP of 11008 beside states of 2048, or of 4 patches
+    a visual token 3420 beside 1280."""
+    work = Work(groups=8, samples=8, prompt_tokens=4096, response_tokens=64, micro_batch_samples=32)
+    given = paper(shapes=model_shapes("Qwen2.5-VL-3B"), topology=Topology(), gpus=1, work=work)
+    patches = 3 * 4096 * 4 * (4 * 1280 + 3 * 3420) * 2
+    assert Sizes(given).reference_prefix == patches
+    text = replace(given, work=replace(work, visual_tokens=0, longest_visual_tokens=0))
+    assert Sizes(text).reference_prefix == 3 * 4096 * (4 * 2048 + 3 * 11008) * 2
+    plans = [make_plan(one) for one in (given, replace(given, work=replace(work, micro_batch_samples=8)))]
+    four, one = (plan.columns[0].hbm["boundary_reference"] for plan in plans)
+    assert four - one == patches
+    shared = replace(given, topology=Topology(2, 1), gpus=2, data_parallel=True)
+    assert Sizes(shared).reference_prefix * 3 == patches, "two of four, on each of two replicas"
 
 
 def test_replicas_that_share_prompts_out_hold_fewer_of_them_whole():

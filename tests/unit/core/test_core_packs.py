@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from rollplex.core.config import RunConfig, SamplingConfig
+from rollplex.core.errors import BadInput
 from rollplex.core.packs import companions, packs
 from rollplex.core.work import ResponseGroup, ResponseSample
 
@@ -34,6 +35,12 @@ def test_neighbours_go_together(size, expected):
 def test_who_is_left_out_does_not_change_who_else_meets():
     assert packed([0, 2, 3, 5, 8], 2) == [[0], [2, 3], [5], [8]]
     assert packed([], 2) == []
+
+
+def test_the_order_of_a_request_decides_nothing_but_which_pack_comes_first():
+    assert packed([5, 2, 0, 3, 4, 1], 2) == [[4, 5], [2, 3], [0, 1]]
+    with pytest.raises(BadInput, match=r"groups \[2\] are there more than once"):
+        packed([2, 0, 2], 2)
 
 
 @pytest.mark.parametrize(("indices", "size", "expected"), [

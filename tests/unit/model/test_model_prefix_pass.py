@@ -12,7 +12,7 @@ from tiny_qwen import make_prompt, make_responses, worst_gradient_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollplex.core.errors import WrongState
-from rollplex.model import pack_groups, pack_responses, prefix_forward, prefix_pass, suffix_forward
+from rollplex.model import pack_groups, pack_responses, prefix, prefix_forward, prefix_pass, suffix_forward
 
 KINDS = ["video", "text", "image", "one_token", "image_and_video", "two_images"]
 LENGTHS = [3, 1]
@@ -39,7 +39,7 @@ def test_boundaries_are_those_of_each_prompt_alone(bind):
     with torch.no_grad():
         alone = [prefix_forward(bound.model, inputs) for inputs in prompts]
         together = prefix_pass(bound.model, prompts)
-    assert together.size_bytes == sum(boundary.size_bytes for boundary in alone)
+    assert together.size_bytes == sum(x.nbytes for boundary in alone for pair in boundary.layers for x in pair)
     for one, other, inputs in zip(together.boundaries, alone, prompts, strict=True):
         assert one.token_count == inputs.token_count - 1
         for pair, expected in zip(one.layers, other.layers, strict=True):
@@ -108,6 +108,22 @@ def test_what_is_dropped_is_gone_at_once(bind, saved):
         assert keys() is None
     finally:
         gc.enable()
+
+
+def test_what_runs_again_finds_the_first_keys_and_values_gone(bind, monkeypatch):
+    bound = bind()
+    prompts = [make_prompt(bound.config, kind) for kind in ("image", "text")]
+    together = prefix_pass(bound.model, prompts, "from_inputs")
+    first, attend, there = weakref.ref(together.boundaries[0].layers[0][0]), prefix.causal_over, []
+    summed(bound.model, together.boundaries, prompts).backward()
+
+    def watched(token_counts):
+        there.append(first() is not None)
+        return attend(token_counts)
+
+    monkeypatch.setattr(prefix, "causal_over", watched)
+    together.backward()
+    assert there == [False]
 
 
 class Operations(TorchDispatchMode):

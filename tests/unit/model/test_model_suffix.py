@@ -54,7 +54,7 @@ def test_boundary_life(bind):
     boundary = prefix_forward(bound.model, inputs)
     config = bound.config
     assert boundary.attached and boundary.token_count == inputs.token_count - 1
-    assert boundary.size_bytes == 2 * config.layer_count * boundary.token_count * 2 * 16 * 8
+    assert [x.shape for pair in boundary.layers for x in pair] == [(boundary.token_count, 2, 16)] * 2 * config.layer_count
     with torch.no_grad():
         assert not prefix_forward(bound.model, inputs).attached
     packed = pack_responses(inputs.last_token, make_responses([2]), inputs.suffix_position)

@@ -173,12 +173,30 @@ def test_a_pack_leaves_nothing_behind_whoever_of_it_is_trained(opened, saved, le
     assert_gradients_close(found, gradients(alone), 1e-12)
 
 
-def test_one_group_twice_in_a_command_is_there_once(opened):
-    prompts, responses = make_groups(count=1)
+@pytest.mark.parametrize("command", ["materialize_prefix", "score_suffix", "train_suffix"])
+def test_a_group_twice_in_a_command_is_refused(opened, command):
+    prompts, responses = make_groups(count=2)
     engine = opened(suffix_micro_batch_samples=8)
-    engine.materialize_prefix(QUIET, prompts * 2)
+    engine.materialize_prefix(QUIET, prompts)
+    twice, options = [*responses, responses[1]], {"temperature": 1.0, "keep_boundaries": True}
+    with pytest.raises(BadInput, match=r"groups \[1\] are there more than once"):
+        {"materialize_prefix": lambda: engine.materialize_prefix(QUIET, [*prompts, prompts[1]]),
+         "score_suffix": lambda: engine.score_suffix(QUIET, twice, **options),
+         "train_suffix": lambda: engine.train_suffix(QUIET, twice, scale_of(responses))}[command]()
+    # Nothing was touched.
     engine.train_suffix(QUIET, responses, scale_of(responses))
+
+
+def test_what_is_released_cannot_be_read_any_more(opened):
+    """The account has it as gone."""
+    prompts, _ = make_groups(count=2)
+    engine = opened(suffix_micro_batch_samples=8)
+    engine.materialize_prefix(QUIET, prompts)
+    boundary = engine._prefixes.ready.get(0).boundary
+    engine._prefixes.ready.release([1])
     assert engine._prefixes.boundary_bytes == engine._prefixes.saved_bytes == 0
+    with pytest.raises(WrongState, match="released"):
+        boundary.leaves()
 
 
 def test_an_unscored_sample_adds_nothing_but_counts(opened):
