@@ -114,7 +114,8 @@ class ReferenceEngine:
         """Log-probabilities of every sample's tokens at the sampling temperature, without the forbidden ids; of the
         replica's groups, from its first rank.
 
-        Raises BadInput for a temperature of 0 or below, WrongState for a group without a boundary; nothing is scored then.
+        Raises BadInput for a temperature of 0 or below or a group that is there twice, WrongState for one without a boundary;
+        nothing is scored then.
         """
         with self._together(Phase.SUFFIX, "score_suffix"):
             self._check_open()
