@@ -184,7 +184,7 @@ def _note_rollout(metrics: dict[str, float], result: GenerateResult) -> None:
 def _prefixes(work: IterationWork) -> list[Awaitable]:
     """The prefixes that this iteration still needs, as coroutines."""
     mesh, survive, prefixes = work.mesh, work.recovery.survive, []
-    unscored = in_company(work, [prompt.group.group_index for prompt in unreferenced(work)])
+    unscored = in_company(work, unreferenced(work))
     if work.with_reference and unscored:
         prefixes.append(survive(
             mesh.reference, lambda: prefix(work, mesh.reference, "reference_prefix", orders.reference_prefix, unscored),
@@ -196,8 +196,8 @@ def _prefixes(work: IterationWork) -> list[Awaitable]:
     return prefixes
 
 
-def unreferenced(work: IterationWork) -> list[Prompt]:
-    """Those of which not every sample has the reference's log-probabilities, and that are not left out of training."""
+def unreferenced(work: IterationWork) -> list[int]:
+    """Indices of groups of which a sample lacks the reference's log-probabilities, and that are not left out of training."""
     def needless(prompt: Prompt) -> bool:
         samples = [work.samples.get((prompt.group.group_index, index)) for index in range(prompt.group.sample_count)]
         if any(sample is None for sample in samples):
@@ -207,7 +207,7 @@ def unreferenced(work: IterationWork) -> list[Prompt]:
         return (work.config.filter_zero_variance and all(sample.scored for sample in samples)
                 and not has_signal([sample.reward for sample in samples]))
 
-    return [prompt for prompt in work.prompts if not needless(prompt)]
+    return [prompt.group.group_index for prompt in work.prompts if not needless(prompt)]
 
 
 def in_company(work: IterationWork, indices: Iterable[int]) -> list[Prompt]:

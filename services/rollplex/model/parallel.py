@@ -52,7 +52,8 @@ def init_tensor_parallel(
     device: torch.device | str = "cpu",
     asks_errors: bool = False,
 ) -> None:
-    """Join the group of a role's ranks: NCCL when `device` is CUDA, which must have its number, else gloo. `store` is a Store or file:///path.
+    """Join the group of a role's ranks: NCCL when `device` is CUDA, which must have its number, else gloo. `store` is a Store or
+    file:///path.
 
     A collective of NCCL past its deadline ends the process; of a caller that `asks_errors` (`group_error`, once the GPU has done
     what depends on collectives) the group alone, where torch can tell.

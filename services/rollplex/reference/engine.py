@@ -172,7 +172,7 @@ class ReferenceEngine:
         """Hashes of the pack's prompts."""
         indices = [group.group_index for group in pack]
         self._ready.release(indices)
-        inputs = [self._reader.read(group).to(self._device).with_pixels(self._model.dtype) for group in pack]
+        inputs = [self._reader.read(group).with_pixels(self._model.dtype) for group in pack]
         prefix = prefix_pass(self._model, inputs, limit=self._prefix_stream)
         self._ready.add(indices, inputs, prefix, [self._arena.hold(BOUNDARY, Residency.HBM, prefix.size_bytes)])
         return [one.hash() for one in inputs]

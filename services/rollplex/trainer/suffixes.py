@@ -62,9 +62,7 @@ class SuffixRunner:
     """RunConfig.suffix_activations."""
 
     def check(self, groups: Sequence[ResponseGroup]) -> None:
-        """Raises WrongState for a group without boundary, BadInput for one that is there twice or for responses that
-        `check_responses` refuses."""
-        packs(groups, self.groups_per_pass)
+        """Raises WrongState for a group without boundary, BadInput for responses that `check_responses` refuses."""
         self.ready.require(group.group_index for group in self.ranks.own(groups))
         for group in groups:
             check_responses(group, self.model.config)

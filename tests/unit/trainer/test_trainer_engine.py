@@ -144,18 +144,6 @@ def test_splitting_a_mini_batch_into_calls_and_reordering_groups_changes_nothing
     assert torch.equal(engine._state.gradients.flat, expected)
 
 
-def test_a_pack_whose_prompts_came_in_two_commands_goes_back_through_both(opened):
-    prompts, responses = make_groups(count=2)
-    engine = opened(suffix_micro_batch_samples=8)
-    train(engine, prompts, responses)
-    expected = gradients(engine)
-    engine.materialize_prefix(QUIET, prompts[:1])
-    engine._prefixes.materialize(QUIET, engine._reader, [prompts[1:]], "keep", None)
-    engine.train_suffix(QUIET, responses, scale_of(responses))
-    assert_gradients_close(gradients(engine), expected, 1e-12)
-    assert engine._prefixes.boundary_bytes == engine._prefixes.saved_bytes == 0
-
-
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload", "from_inputs"])
 @pytest.mark.parametrize("left_out", [[], [1], [0, 3, 4]])
 def test_a_pack_leaves_nothing_behind_whoever_of_it_is_trained(opened, saved, left_out):
